@@ -36,7 +36,8 @@ class AccumulationWindow:
         count: tokens (or pairs, or rows) counted so far on this rank.
         aux_grads: gradients of auxiliary losses, which are means over micro-batches and so are never divided by tokens.
         flushed: the window is closed early.
-        normalised, stepped, scheduled, grad_norm: how far the step of this window has come.
+        normalised, stepped, grad_norm: how far the step of this window has come.
+        schedule_requested: `lr_step` was called before `step`, and is due right after it.
     """
 
     length: int = 1
@@ -47,7 +48,7 @@ class AccumulationWindow:
     flushed: bool = False
     normalised: bool = False
     stepped: bool = False
-    scheduled: bool = False
+    schedule_requested: bool = False
     grad_norm: float | None = None
 
     @property

@@ -1,0 +1,496 @@
+"""`BaseModel`: everything of the protocol that does not depend on the backend.
+
+A backend subclasses it and gives the primitives at the top of the class: run the module, name its trainable parameters, make an
+adapter, and move weights in and out. What depends on how parameters are laid out (sums over ranks, clipping) has a default for one
+process and is overridden where there are more.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from twinkle import registry
+from twinkle.errors import ConfigError, NotSupportedError, StateError
+from twinkle.logging import get_logger
+from twinkle.loss.base import as_loss
+from twinkle.loss.outputs import outputs_from_logits
+from twinkle.model import checkpointing, stepping
+from twinkle.model.adapters import AdapterTable
+from twinkle.model.inputs import prepare_inputs
+from twinkle.model.merging import merge_outputs
+from twinkle.model.protocol import TwinkleModel
+from twinkle.model.state import PendingForward, TrainState
+from twinkle.model.summary import summarise
+from twinkle.patch import apply_patch
+from twinkle.remote import remote_function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+
+    from twinkle.data_format import LossOutput, ModelOutput
+    from twinkle.loss import Loss
+    from twinkle.metric import Metric
+
+__all__ = ['BaseModel']
+
+logger = get_logger('twinkle.model')
+
+
+class BaseModel(TwinkleModel):
+    """The shared half of a backend. See `TwinkleModel` for what each public method promises."""
+
+    cannot: ClassVar[Mapping[str, str]] = {}
+    """Methods that this backend refuses, with the reason; the conformance kit then tests the refusal."""
+
+    def __init__(self) -> None:
+        self._adapters = AdapterTable(self._new_state)
+
+    # -- primitives a backend gives --------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where inputs go."""
+
+    @abstractmethod
+    def _run_module(
+        self, batch: Mapping[str, Any], adapter_name: str, needs: frozenset[str], *, training: bool, disable_lora: bool
+    ) -> ModelOutput:
+        """Run the module on a collated batch. At least the keys of `needs` must be in the result.
+
+        With `training` the module is in training mode and gradients are recorded. Whatever it was in before (mode, active adapter)
+        holds again afterwards, also after an exception.
+        """
+
+    @abstractmethod
+    def _named_trainable(self, adapter_name: str) -> Iterable[tuple[str, Parameter]]:
+        """Names and parameters that the adapter (or the base model, `''`) trains, in a stable order."""
+
+    @abstractmethod
+    def _create_adapter(self, adapter_name: str, config_or_dir: Any, **kwargs: Any) -> None:
+        """Put the adapter into the module, or raise and leave it as it was."""
+
+    @abstractmethod
+    def _export_weights(self, folder: Path, adapter_name: str) -> None:
+        """Write weights into `folder` in the layout that other tools read."""
+
+    @abstractmethod
+    def _import_weights(self, folder: Path, adapter_name: str) -> None:
+        """Read weights from `folder`; missing or unexpected keys raise before anything is changed."""
+
+    def _make_scaler(self) -> Any:
+        """A gradient scaler for fp16 training, else None."""
+        return None
+
+    def _describe(self) -> dict[str, str]:
+        """Lines for the head of `get_train_configs`: model, precision, mesh."""
+        return {}
+
+    # -- GradientOps: one process; overridden where parameters or data are spread over ranks --------------------------------------
+
+    def trainable_parameters(self, adapter_name: str) -> Sequence[Parameter]:
+        """The parameters that this adapter trains, in a stable order."""
+        return [parameter for _, parameter in self._named_trainable(adapter_name)]
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """`value` summed over data-parallel ranks."""
+        return value
+
+    def gradient_factor(self) -> float:
+        """What turns the gradients that backward left into a sum over data-parallel ranks."""
+        return 1.0
+
+    def clip_gradients(self, parameters: Sequence[Parameter], max_norm: float, norm_type: float) -> float:
+        """Clip in place by the global norm; returns the norm before clipping."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+
+    # -- running ---------------------------------------------------------------------------------------------------------------
+
+    @remote_function(dispatch='slice_dp', collect=merge_outputs)
+    def forward(
+        self, inputs: Any, *, adapter_name: str | None = None, return_logits: bool = True, **kwargs: Any
+    ) -> ModelOutput:
+        self._refuse('forward')
+        self._no_unknown('forward', kwargs)
+        state = self._adapters.get(adapter_name)
+        state.pending = None
+        batch = prepare_inputs(state, inputs, self.device)
+        needs = self._needs(state, batch, is_training=True, return_logits=return_logits)
+        outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
+        state.pending = PendingForward(batch, outputs)
+        return outputs
+
+    @remote_function(dispatch='slice_dp', collect=merge_outputs)
+    def forward_only(
+        self,
+        inputs: Any,
+        *,
+        adapter_name: str | None = None,
+        disable_lora: bool = False,
+        return_logits: bool = True,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        self._refuse('forward_only')
+        state = self._adapters.get(adapter_name)
+        batch = prepare_inputs(state, inputs, self.device)
+        with_loss = not disable_lora and 'labels' in batch and _can_evaluate(state.loss, batch, kwargs)
+        needs = self._needs(state, batch, is_training=False, return_logits=return_logits, with_loss=with_loss)
+        outputs = self._run_module(batch, state.adapter_name, needs, training=False, disable_lora=disable_lora)
+        with torch.no_grad():
+            loss = self._loss_of(state, batch, outputs, kwargs) if with_loss else None
+            self._update_metrics(state, batch, outputs, loss, is_training=False)
+        state.pending = PendingForward(batch, outputs, loss, is_training=False)
+        return _with_loss(outputs, loss) if loss is not None else outputs
+
+    @remote_function(dispatch='all', collect='mean')
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
+        self._refuse('calculate_loss')
+        state = self._adapters.get(adapter_name)
+        pending = state.pending
+        if pending is None:
+            raise StateError('calculate_loss() needs a forward pass: call forward(inputs) (or forward_only) first.')
+        if pending.loss is None:
+            with torch.set_grad_enabled(pending.is_training):
+                pending.loss = self._loss_of(state, pending.inputs, pending.outputs, kwargs)
+            self._update_metrics(state, pending.inputs, pending.outputs, pending.loss, is_training=pending.is_training)
+        return _mean(pending.loss)
+
+    @remote_function(dispatch='all')
+    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        self._refuse('backward')
+        state = self._state(adapter_name, gradient_accumulation_steps)
+        pending = state.pending
+        if pending is None or pending.loss is None:
+            raise StateError('backward() needs a loss: call forward(inputs) and calculate_loss() first, or forward_backward().')
+        if not pending.is_training:
+            raise StateError('backward() cannot follow forward_only(), which records no gradients. Call forward() instead.')
+        self._backward(state, pending.outputs, pending.loss)
+
+    @remote_function(dispatch='slice_dp', collect=merge_outputs)
+    def forward_backward(
+        self,
+        inputs: Any,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        return_logits: bool = False,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        state = self._state(adapter_name, gradient_accumulation_steps)
+        state.pending = None
+        batch = prepare_inputs(state, inputs, self.device)
+        needs = self._needs(state, batch, is_training=True, return_logits=return_logits, with_loss=True)
+        outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
+        loss = self._loss_of(state, batch, outputs, kwargs)
+        self._backward(state, outputs, loss)
+        self._update_metrics(state, batch, outputs, loss, is_training=True)
+        return _with_loss({'logits': outputs['logits'].detach()} if return_logits else {}, loss)
+
+    def _backward(self, state: TrainState, outputs: ModelOutput, loss: LossOutput) -> None:
+        state.pending = None
+        stepping.accumulate(state, loss, outputs.get('aux_loss'), self)
+
+    def _needs(
+        self, state: TrainState, batch: Mapping[str, Any], *, is_training: bool, return_logits: bool, with_loss: bool = False
+    ) -> frozenset[str]:
+        needs: set[str] = set()
+        if 'labels' in batch:
+            for metric in state.metrics(is_training).values():
+                needs |= metric.requires
+            if is_training or with_loss:
+                needs |= self._loss(state).requires
+        return frozenset(needs | {'logits'} if return_logits else needs)
+
+    def _loss(self, state: TrainState) -> Loss:
+        if state.loss is None:
+            state.loss = as_loss(registry.losses.build('default', backend=self.backend))
+        return state.loss
+
+    def _loss_of(
+        self, state: TrainState, batch: Mapping[str, Any], outputs: ModelOutput, kwargs: Mapping[str, Any]
+    ) -> LossOutput:
+        loss = self._loss(state)
+        missing = loss.requires - outputs.keys()
+        if missing and 'logits' in outputs and 'labels' in batch:
+            # set_loss() after forward(): what can be derived from the logits is.
+            derived = outputs_from_logits(
+                outputs['logits'], batch['labels'], frozenset(missing), loss_weights=batch.get('loss_weights')
+            )
+            outputs.update(derived)
+            missing = loss.requires - outputs.keys()
+        if missing:
+            raise StateError(
+                f'{type(loss).__name__} needs {sorted(missing)}, which the forward pass did not compute (it has {sorted(outputs)}'
+                f'{"" if "labels" in batch else "; the inputs have no labels"}). Give inputs with labels, and call set_loss() '
+                'before forward().'
+            )
+        result = loss(batch, outputs, **kwargs)
+        if not state.warned_empty and float(result.count) == 0:
+            state.warned_empty = True
+            logger.warning(
+                'A micro-batch has nothing to learn from: every label is -100. It counts 0 and contributes no gradient. '
+                'This is said once per adapter.'
+            )
+        return result
+
+    def _update_metrics(
+        self, state: TrainState, batch: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None, *, is_training: bool
+    ) -> None:
+        if 'labels' not in batch:
+            return
+        with torch.no_grad():
+            for metric in state.metrics(is_training).values():
+                metric.update(batch, outputs, loss)
+
+    # -- stepping --------------------------------------------------------------------------------------------------------------
+
+    @remote_function(dispatch='all', collect='first')
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2.0,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> float | None:
+        state = self._state(adapter_name, gradient_accumulation_steps)
+        return stepping.clip(state, _check_norm(max_grad_norm), norm_type, self)
+
+    @remote_function(dispatch='all')
+    def step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        stepping.optimizer_step(self._state(adapter_name, gradient_accumulation_steps), self)
+
+    @remote_function(dispatch='all')
+    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        stepping.zero(self._state(adapter_name, gradient_accumulation_steps), self)
+
+    @remote_function(dispatch='all')
+    def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        stepping.schedule_step(self._state(adapter_name, gradient_accumulation_steps))
+
+    @remote_function(dispatch='all', collect='first')
+    def clip_grad_and_step(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2.0,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> float | None:
+        state = self._state(adapter_name, gradient_accumulation_steps)
+        if flush:
+            if not state.window.is_partial:
+                return None
+            state.window.flushed = True
+        if state.window.micro_batches and not state.window.at_boundary:
+            return None
+        max_grad_norm = _check_norm(max_grad_norm)
+        norm = stepping.clip(state, max_grad_norm, norm_type, self)
+        stepping.optimizer_step(state, self)
+        stepping.schedule_step(state)
+        stepping.zero(state, self)
+        return norm
+
+    def _state(self, adapter_name: str | None, gradient_accumulation_steps: int | None) -> TrainState:
+        state = self._adapters.get(adapter_name)
+        state.window.govern(gradient_accumulation_steps)
+        return state
+
+    # -- setting up ------------------------------------------------------------------------------------------------------------
+
+    def _new_state(self, adapter_name: str) -> TrainState:
+        state = TrainState(adapter_name, scaler=self._make_scaler(), processor=self._build('input_processors', 'default'))
+        for name in ('loss', 'train'):
+            state.train_metrics[name] = self._build('metrics', name)
+        state.eval_metrics['loss'] = self._build('metrics', 'loss')
+        return state
+
+    def _build(self, kind: str, spec: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(registry, kind).build(spec, *args, backend=self.backend, **kwargs)
+
+    @remote_function(dispatch='all', collect='first')
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int | None = None, **kwargs: Any
+    ) -> str:
+        self._adapters.check_new(adapter_name)
+        window = copy.copy(self._adapters.states[0].window)
+        window.govern(gradient_accumulation_steps)  # a bad value is refused before the module changes
+        self._create_adapter(adapter_name, config_or_dir, **kwargs)
+        self._adapters.add(adapter_name).window.govern(gradient_accumulation_steps)
+        return adapter_name
+
+    @remote_function(dispatch='all')
+    def set_loss(self, loss: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        state = self._adapters.get(adapter_name)
+        state.loss = as_loss(self._build('losses', loss, **kwargs))
+
+    @remote_function(dispatch='all')
+    def set_optimizer(self, optimizer: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        state = self._adapters.get(adapter_name)
+        part = registry.optimizers.resolve(optimizer, backend=self.backend)
+        if isinstance(part, type) or not hasattr(part, 'param_groups'):
+            named = list(self._named_trainable(state.adapter_name))
+            if not named:
+                raise StateError(
+                    f'{state.adapter_name or "The base model"!r} has no trainable parameters to optimise (all are frozen).'
+                )
+            takes_names = getattr(part, 'takes_named_parameters', False)
+            part = part(named if takes_names else [parameter for _, parameter in named], **kwargs)
+        elif kwargs:
+            raise ConfigError(f'set_optimizer: an optimizer that is built already takes no keywords, got {sorted(kwargs)}.')
+        state.optimizer, state.lr_scheduler = part, None
+
+    @remote_function(dispatch='all')
+    def set_lr_scheduler(self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        state = self._adapters.get(adapter_name)
+        if state.optimizer is None:
+            raise StateError('set_lr_scheduler() comes after set_optimizer(): a schedule moves an optimizer\'s learning rate.')
+        part = registry.lr_schedulers.resolve(lr_scheduler, backend=self.backend)
+        if isinstance(part, type) or not hasattr(part, 'get_last_lr'):
+            part = part(state.optimizer, **kwargs)
+        elif kwargs:
+            raise ConfigError(f'set_lr_scheduler: a schedule that is built already takes no keywords, got {sorted(kwargs)}.')
+        elif part.optimizer is not state.optimizer:
+            raise ConfigError('set_lr_scheduler: this schedule moves another optimizer than the one set on the model.')
+        state.lr_scheduler = part
+
+    @remote_function(dispatch='all')
+    def set_template(self, template: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        state = self._adapters.get(adapter_name)
+        state.template = self._build('templates', template, **kwargs)
+
+    @remote_function(dispatch='all')
+    def set_processor(self, processor: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        state = self._adapters.get(adapter_name)
+        state.processor = self._build('input_processors', processor, **kwargs)
+
+    @remote_function(dispatch='all')
+    def add_metric(
+        self, metric: Any, *, is_training: bool | None = None, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        state = self._adapters.get(adapter_name)
+        first = self._build('metrics', metric, **kwargs)
+        key = registry.metrics.name_of(metric) if isinstance(metric, str) else type(first).__name__
+        if is_training is not False:
+            state.train_metrics[key] = first
+        if is_training is not True:
+            state.eval_metrics[key] = copy.deepcopy(first) if is_training is None else first
+
+    @remote_function(dispatch='all', collect='first')
+    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:
+        state = self._adapters.get(adapter_name)
+        info = state.info()
+        result: dict[str, float] = {}
+        for metric in state.metrics(is_training).values():
+            result.update(metric.compute(self._reduce_sums(metric), info))
+            metric.reset()
+        return result
+
+    def _reduce_sums(self, metric: Metric) -> dict[str, float]:
+        sums = metric.sums()
+        if not sums:
+            return {}
+        values = self.sum_over_data(torch.tensor(list(sums.values()), dtype=torch.float64))
+        return dict(zip(sums, values.tolist(), strict=True))
+
+    @remote_function(dispatch='all')
+    def apply_patch(self, patch: Any, **kwargs: Any) -> None:
+        patched = apply_patch(self.model, patch, backend=self.backend, **kwargs)
+        if patched is not self.model:
+            self._replace_module(patched)
+
+    def _replace_module(self, module: nn.Module) -> None:
+        raise NotSupportedError(f'{type(self).__name__} takes patches that change the module in place only; this one returned another.')
+
+    @remote_function(dispatch='all', collect='first')
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        states = self._adapters.states if adapter_name is None else [self._adapters.get(adapter_name)]
+        return summarise(self, states)
+
+    def adapter(self, adapter_name: str) -> AbstractContextManager[str]:
+        return self._adapters.enclosing(adapter_name)
+
+    # -- keeping ---------------------------------------------------------------------------------------------------------------
+
+    @remote_function(dispatch='all', collect='first')
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | Path = 'output',
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        keep_last: int | None = None,
+    ) -> str:
+        """Write weights, and with `save_optimizer` all that an exact resume needs.
+
+        Args:
+            name: the checkpoint's folder within `output_dir`; `checkpoint-<step>` when left out.
+            consumed_train_samples: kept in `trainer_state.json`, for `DataLoader.resume_from_checkpoint`.
+            keep_last: how many checkpoints of `output_dir` to keep; older ones are deleted.
+
+        Raises:
+            NameNotAllowedError: the name would leave `output_dir`.
+            StateError: training state was asked for in the middle of an accumulation window.
+        """
+        state = self._adapters.get(adapter_name)
+        return checkpointing.save(
+            state,
+            self._export_weights,
+            name,
+            output_dir,
+            save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples,
+            keep_last=keep_last,
+        )
+
+    @remote_function(dispatch='all')
+    def load(self, checkpoint: str | Path, *, adapter_name: str | None = None) -> None:
+        state = self._adapters.get(adapter_name)
+        self._import_weights(checkpointing.find(checkpoint), state.adapter_name)
+
+    @remote_function(dispatch='all', collect='first')
+    def resume_from_checkpoint(
+        self, checkpoint: str | Path, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        state = self._adapters.get(adapter_name)
+        return checkpointing.resume(state, self._import_weights, checkpoint, resume_only_model=resume_only_model)
+
+    def _refuse(self, method: str) -> None:
+        if method in self.cannot:
+            raise NotSupportedError(f'{type(self).__name__}.{method}() is not possible here: {self.cannot[method]}')
+
+    def _no_unknown(self, method: str, kwargs: Mapping[str, Any]) -> None:
+        if kwargs:
+            raise ConfigError(f'{method}() takes no {sorted(kwargs)}; keywords for the loss go to calculate_loss().')
+
+
+def _mean(loss: LossOutput) -> float:
+    count = float(loss.count)
+    return float(loss.loss_sum) / count if count else 0.0
+
+
+def _with_loss(outputs: Any, loss: LossOutput) -> ModelOutput:
+    return {**outputs, 'loss': _mean(loss), 'num_tokens': float(loss.count)}  # type: ignore[typeddict-item]
+
+
+def _can_evaluate(loss: Loss | None, batch: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward without gradients has what the loss needs beside the module's outputs."""
+    return all(key in batch or key in kwargs for key in getattr(loss, 'required_inputs', ()))
+
+
+def _check_norm(max_grad_norm: float) -> float:
+    if not max_grad_norm > 0:
+        raise ConfigError(f'max_grad_norm={max_grad_norm!r} must be above 0 (use float("inf") to measure without clipping).')
+    return max_grad_norm
