@@ -1,0 +1,37 @@
+"""Mean squared error of a regression head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from twinkle.data_format import LossOutput
+from twinkle.errors import DataError
+from twinkle.loss.base import Loss
+
+if TYPE_CHECKING:
+    from twinkle.data_format import ModelOutput
+
+__all__ = ['MSELoss']
+
+
+class MSELoss(Loss):
+    """`sum (logits - labels)^2`, counted by elements, for models whose logits are predictions (`num_labels=1`, say).
+
+    `labels` hold numbers and have the shape of the logits, up to a last dimension of 1. Positions labelled -100 are not special
+    for numbers that may be negative; leave rows out instead.
+
+    Raises:
+        DataError: the shapes differ.
+    """
+
+    requires = frozenset({'logits'})
+
+    def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
+        logits, labels = outputs['logits'], inputs['labels']
+        if logits.ndim == labels.ndim + 1 and logits.shape[-1] == 1:
+            logits = logits.squeeze(-1)
+        if logits.shape != labels.shape:
+            raise DataError(f'MSELoss: predictions have shape {tuple(logits.shape)}, labels {tuple(labels.shape)}.')
+        difference = logits.float() - labels.to(logits.device).float()
+        return LossOutput(loss_sum=difference.square().sum(), count=float(difference.numel()))

@@ -1,0 +1,138 @@
+"""From logits, or from what goes into the output head, to what a loss says that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from twinkle.data_format import IGNORE_INDEX
+from twinkle.errors import DataError
+from twinkle.loss.linear import linear_cross_entropy, linear_logps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twinkle.data_format import ModelOutput
+
+__all__ = ['head_outputs', 'outputs_from_hidden', 'outputs_from_logits']
+
+
+def outputs_from_logits(
+    logits_BTV: Tensor, labels_BT: Tensor | None, needs: Iterable[str], *, loss_weights: Tensor | None = None
+) -> ModelOutput:
+    """`logits`, `logps`, `nll` and `entropies`, whichever `needs` names, from logits that exist already."""
+    needs = frozenset(needs)
+    outputs: dict[str, Any] = {'logits': logits_BTV} if 'logits' in needs else {}
+    wanted = needs & {'logps', 'nll', 'entropies'}
+    if wanted:
+        labels_BT = _check_labels(labels_BT, logits_BTV)
+        logps, entropies = _token_outputs(
+            logits_BTV.flatten(0, 1), labels_BT.flatten(), with_logps=bool(wanted & {'logps', 'nll'}), with_entropy='entropies' in wanted
+        )
+        outputs.update(_shaped(wanted, logps, entropies, labels_BT, loss_weights))
+    return outputs  # type: ignore[return-value]
+
+
+def outputs_from_hidden(
+    hidden_BTH: Tensor,
+    head: nn.Linear,
+    labels_BT: Tensor | None,
+    needs: Iterable[str],
+    *,
+    loss_weights: Tensor | None = None,
+) -> ModelOutput:
+    """The same from the input of a linear head, without logits unless `needs` names them; `hidden_states` too."""
+    needs = frozenset(needs)
+    if 'logits' in needs:
+        outputs: dict[str, Any] = dict(outputs_from_logits(head(hidden_BTH), labels_BT, needs, loss_weights=loss_weights))
+    else:
+        outputs = {}
+        hidden_NH = hidden_BTH.flatten(0, 1)
+        if needs & {'logps', 'nll', 'entropies'}:
+            labels_BT = _check_labels(labels_BT, hidden_BTH)
+        if needs & {'logps', 'entropies'}:
+            logps, entropies = linear_logps(
+                hidden_NH, head.weight, labels_BT.flatten(), bias=head.bias, with_entropy='entropies' in needs
+            )
+            outputs.update(_shaped(needs, logps, entropies, labels_BT, loss_weights))
+        elif 'nll' in needs:
+            weights = None if loss_weights is None else loss_weights.flatten()
+            outputs['nll'], _ = linear_cross_entropy(
+                hidden_NH, head.weight, labels_BT.flatten(), bias=head.bias, loss_weights_N=weights
+            )
+    if 'hidden_states' in needs:
+        outputs['hidden_states'] = hidden_BTH
+    return outputs  # type: ignore[return-value]
+
+
+def head_outputs(
+    head: Callable[[Tensor], Tensor],
+    hidden_BTH: Tensor,
+    labels_BT: Tensor | None,
+    needs: Iterable[str],
+    *,
+    loss_weights: Tensor | None = None,
+    chunk_size: int = 256,
+) -> ModelOutput:
+    """The same for any head at all (with an adapter, soft-capped): a chunk's logits are computed, and again in backward."""
+    needs = frozenset(needs)
+    outputs: dict[str, Any] = {}
+    if needs & {'logps', 'nll', 'entropies'}:
+        labels_BT = _check_labels(labels_BT, hidden_BTH)
+        hidden_NH, labels_N = hidden_BTH.flatten(0, 1), labels_BT.flatten()
+
+        def chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _token_outputs(head(hidden), labels, with_logps=True, with_entropy='entropies' in needs)
+
+        parts = [
+            checkpoint(chunk, h, y, use_reentrant=False)
+            for h, y in zip(hidden_NH.split(chunk_size), labels_N.split(chunk_size), strict=True)
+        ]
+        logps = torch.cat([part[0] for part in parts])
+        entropies = torch.cat([part[1] for part in parts]) if 'entropies' in needs else None
+        outputs.update(_shaped(needs, logps, entropies, labels_BT, loss_weights))
+    if 'hidden_states' in needs:
+        outputs['hidden_states'] = hidden_BTH
+    if 'logits' in needs:
+        outputs['logits'] = head(hidden_BTH)
+    return outputs  # type: ignore[return-value]
+
+
+def _token_outputs(
+    logits_NV: Tensor, labels_N: Tensor, *, with_logps: bool, with_entropy: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Log-probabilities of labels and entropies, [N] in fp32; 0 where a label is -100."""
+    kept = labels_N != IGNORE_INDEX
+    logps = entropies = None
+    if with_logps:
+        logps = -torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORE_INDEX, reduction='none')
+    if with_entropy:
+        log_p = logits_NV.float().log_softmax(-1)
+        entropies = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
+    return logps, entropies
+
+
+def _shaped(
+    needs: frozenset[str], logps: Tensor | None, entropies: Tensor | None, labels_BT: Tensor, loss_weights: Tensor | None
+) -> dict[str, Tensor]:
+    shaped: dict[str, Tensor] = {}
+    if 'logps' in needs and logps is not None:
+        shaped['logps'] = logps.view(labels_BT.shape)
+    if 'nll' in needs and logps is not None:
+        per_token = logps.view(labels_BT.shape)
+        shaped['nll'] = -(per_token if loss_weights is None else per_token * loss_weights).sum()
+    if 'entropies' in needs and entropies is not None:
+        shaped['entropies'] = entropies.view(labels_BT.shape)
+    return shaped
+
+
+def _check_labels(labels_BT: Tensor | None, against: Tensor) -> Tensor:
+    if labels_BT is None:
+        raise DataError('The inputs have no labels, and what was asked for (nll, logps, entropies) is of labels.')
+    if labels_BT.shape != against.shape[:2]:
+        raise DataError(f'labels have shape {tuple(labels_BT.shape)}, the model gave positions of {tuple(against.shape[:2])}.')
+    return labels_BT
