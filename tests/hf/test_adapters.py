@@ -165,7 +165,7 @@ def test_a_pending_backward_survives_another_adapters_forward(model):
     model.forward_backward(inputs=ROWS, adapter_name='b')
     model.backward(adapter_name='a')
     got = [p.grad for p in model.trainable_parameters('a')]
-    assert all(torch.allclose(x, y, rtol=1e-6, atol=1e-8) for x, y in zip(got, expected, strict=True))
+    assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(got, expected, strict=True))
 
 
 def test_refused_adapters_leave_no_trace(model):

@@ -94,19 +94,23 @@ class OutputHead:
         return head_forward if change is None else lambda hidden: change(head_forward(hidden))
 
     def _probe(self, head: nn.Module) -> None:
-        """Find out, once, what the module does to its logits after the head."""
+        """Find out, once, what the module does to its logits after the head: give it made-up ones, and look at what comes out."""
         if self._probed:
             return
         raw: list[Tensor] = []
-        handle = head.register_forward_hook(lambda _module, _args, output: raw.append(output))
+
+        def made_up(hidden: Tensor) -> Tensor:
+            values = torch.linspace(-30, 30, hidden.shape[1] * self._module.config.get_text_config().vocab_size)
+            raw.append(values.view(1, hidden.shape[1], -1).to(hidden))
+            return raw[0]
+
         was_training = self._module.training
         try:
             self._module.eval()  # so that dropout draws nothing from the random state
-            with torch.no_grad():
+            with torch.no_grad(), _forward_replaced(head, made_up):
                 tokens = torch.zeros(1, 2, dtype=torch.long, device=head_device(self._module))
                 logits = self._module(input_ids=tokens, use_cache=False).logits
         finally:
-            handle.remove()
             self._module.train(was_training)
         self._probed = True
         for change in (None, _known_change(self._module.config)):

@@ -210,8 +210,9 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _forward_keywords(module: nn.Module) -> frozenset[str]:
-    """The batch's keys that the module's forward names."""
-    return frozenset(inspect.signature(module.forward).parameters) - _NOT_FOR_MODULE
+    """The batch's keys that the module's forward names, also where a subclass hides them behind `**kwargs`."""
+    forwards = [cls.__dict__['forward'] for cls in type(module).__mro__ if 'forward' in cls.__dict__]
+    return frozenset(name for forward in forwards for name in inspect.signature(forward).parameters) - _NOT_FOR_MODULE
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -69,6 +69,8 @@ class PeftAdapters:
             self.peft.set_adapter(name)
             others = {id(p) for pairs in self._trainable.values() for _, p in pairs}
             own = [(n, p) for n, p in self.peft.named_parameters() if p.requires_grad and id(p) not in others]
+            if not own:
+                raise ConfigError(f'target_modules={getattr(config, "target_modules", None)!r} match no module of this model.')
             if weights is not None:
                 self._set_weights(name, weights, 'the adapter folder')
         except Exception as error:

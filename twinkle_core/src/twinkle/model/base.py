@@ -478,7 +478,7 @@ class BaseModel(TwinkleModel):
 
 def _mean(loss: LossOutput) -> float:
     count = float(loss.count)
-    return float(loss.loss_sum) / count if count else 0.0
+    return float(loss.loss_sum.detach()) / count if count else 0.0
 
 
 def _with_loss(outputs: Any, loss: LossOutput) -> ModelOutput:
