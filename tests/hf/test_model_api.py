@@ -226,11 +226,16 @@ def test_train_configs_read_well(model):
         assert part in text
 
 
-def test_trajectories_train_when_a_template_is_set(model):
+def test_trajectories_train_when_a_template_is_set():
     """With a template, messages go straight to the model."""
     from tests.helpers.tokenizers import tiny_tokenizer
 
-    model.set_template('default', tokenizer=tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = TransformersModel(config=config, mixed_precision='no')
+    model.set_template('default', tokenizer=tokenizer)
     rows = [{'messages': [{'role': 'user', 'content': 'who are you'}, {'role': 'assistant', 'content': 'a star'}]}]
     output = model.forward_backward(inputs=rows)
     assert output['num_tokens'] > 0
