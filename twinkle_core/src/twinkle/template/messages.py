@@ -25,7 +25,9 @@ def read_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
         raise DataError('messages is empty; a conversation has at least one message. Filter such rows out.')
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise DataError(f'Message {index} is {type(message).__name__}; it must be a mapping with "role" and "content".')
+            raise DataError(
+                f'Message {index} is {type(message).__name__}; it must be a mapping with "role" and "content".'
+            )
     return messages
 
 
@@ -35,7 +37,8 @@ def normalise_messages(
     """Copies of `messages`, with a system message put in front where none is there and one was asked for.
 
     `None` values are dropped (columns of a table are filled with them); tool calls take the nested form
-    `{'type': 'function', 'function': {'name', 'arguments'}}`; keys that only matter to training (`train`, `weight`) are left out.
+    `{'type': 'function', 'function': {'name', 'arguments'}}`; keys that only matter to training (`train`, `weight`)
+    are left out.
 
     Raises:
         DataError: a message without a role or anything to say, or two different system prompts.
@@ -60,7 +63,9 @@ def _normalise_message(message: Mapping[str, Any], index: int) -> dict[str, Any]
     plain = {key: value for key, value in message.items() if value is not None and key not in ('train', 'weight')}
     content = plain.get('content')
     if content is not None and not isinstance(content, (str, list, tuple)):
-        raise DataError(f'Message {index} ({role}) has content of type {type(content).__name__}; it must be text or a list of parts.')
+        raise DataError(
+            f'Message {index} ({role}) has {type(content).__name__} content; it must be text or a list of parts.'
+        )
     if isinstance(content, tuple):
         plain['content'] = list(content)
     if plain.get('tool_calls'):
@@ -124,15 +129,17 @@ def check_rounds(rounds: str | Sequence[int]) -> str | tuple[int, ...]:
         if rounds in ('all', 'last'):
             return rounds
     elif isinstance(rounds, Sequence) and rounds and all(type(number) is int for number in rounds):
-        return tuple(rounds)
-    raise ConfigError(f"rounds={rounds!r}; it must be 'all', 'last', or a list of round numbers (0 is the first, -1 the last).")
+        return tuple(int(number) for number in rounds)
+    raise ConfigError(
+        f"rounds={rounds!r}; it must be 'all', 'last', or a list of round numbers (0 is the first, -1 the last)."
+    )
 
 
 def trained_turns(messages: Sequence[Mapping[str, Any]], rounds: str | tuple[int, ...]) -> list[bool]:
     """For each message, whether it is an assistant turn to train on.
 
-    A round is a user message (or several in a row) and all that the assistant says until the next one, tool calls included. A
-    message's own `train` (or a `weight` of 0) goes before the choice of rounds.
+    A round is a user message (or several in a row) and all that the assistant says until the next one, tool calls
+    included. A message's own `train` (or a `weight` of 0) goes before the choice of rounds.
     """
     number, seen_assistant, of_round = 0, False, []
     for message in messages:
@@ -169,6 +176,11 @@ def message_weight(message: Mapping[str, Any]) -> float | None:
     weight = message.get('weight')
     if weight is None:
         return None
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight != weight or abs(weight) == float('inf'):
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or weight != weight
+        or abs(weight) == float('inf')
+    ):
         raise DataError(f'The weight of a message is {weight!r}; it must be a finite number.')
     return float(weight)

@@ -51,13 +51,15 @@ def _without(message: dict[str, Any]) -> dict[str, Any]:
 def keep_reasoning(
     renderer: ChatRenderer, messages: list[dict[str, Any]], tools: Sequence[Any] | None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The conversation with a placeholder where the chat template would drop reasoning, and what each placeholder stands for."""
+    """The conversation with a placeholder where the template would drop reasoning, and what each of them stands for."""
     parts = {index: _split(message) for index, message in enumerate(messages)}
     reasoned = {index: part for index, part in parts.items() if part is not None}
     if not reasoned:
         return messages, {}
     split = [
-        {**message, 'reasoning_content': reasoned[index][0], 'content': reasoned[index][1]} if index in reasoned else message
+        {**message, 'reasoning_content': reasoned[index][0], 'content': reasoned[index][1]}
+        if index in reasoned
+        else message
         for index, message in enumerate(messages)
     ]
     probe = [
@@ -84,7 +86,7 @@ def _behind(placeholder: str, content: Any) -> Any:
 
 
 def _wrap(renderer: ChatRenderer, tools: Sequence[Any] | None) -> tuple[str, str]:
-    """What the chat template writes before and after the reasoning of a last turn; `<think>` tags where it knows none."""
+    """What the chat template writes around the reasoning of a last turn; `<think>` tags where it knows none."""
     key = ('reasoning_wrap', bool(tools))
     if key not in renderer.cache:
         renderer.cache[key] = _find_wrap(renderer, tools)
@@ -95,9 +97,7 @@ def _wrap(renderer: ChatRenderer, tools: Sequence[Any] | None) -> tuple[str, str
 def _find_wrap(renderer: ChatRenderer, tools: Sequence[Any] | None) -> tuple[str, str]:
     user = {'role': 'user', 'content': 'x'}
     try:
-        last = renderer.render(
-            [user, {'role': 'assistant', 'reasoning_content': 'qzrzq', 'content': 'qzczq'}], tools
-        )
+        last = renderer.render([user, {'role': 'assistant', 'reasoning_content': 'qzrzq', 'content': 'qzczq'}], tools)
         history = renderer.render([user, {'role': 'assistant', 'content': 'qzczq'}, user], tools)
     except DataError:
         return _DEFAULT_WRAP
@@ -110,12 +110,18 @@ def _find_wrap(renderer: ChatRenderer, tools: Sequence[Any] | None) -> tuple[str
     return last[head:reason], last[reason + len('qzrzq') : answer]
 
 
-def note_lost_reasoning(renderer: ChatRenderer, tools: Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]) -> None:
+def note_lost_reasoning(
+    renderer: ChatRenderer, tools: Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]
+) -> None:
     """Say once that a chat template knows no `reasoning_content`, where rows have it and the template was to decide."""
     if not any(message.get('reasoning_content') for message in messages):
         return
-    if renderer.source(tools) and 'reasoning_content' not in renderer.source(tools) and 'thinking' not in renderer.source(tools):
+    if (
+        renderer.source(tools)
+        and 'reasoning_content' not in renderer.source(tools)
+        and 'thinking' not in renderer.source(tools)
+    ):
         renderer.warn_once(
-            'Rows have reasoning_content, and the chat template does not read it: the reasoning is left out. Pass reasoning="keep" '
-            'to train on it.'
+            'Rows have reasoning_content, and the chat template does not read it: the reasoning is left out. Pass '
+            'reasoning="keep" to train on it.'
         )

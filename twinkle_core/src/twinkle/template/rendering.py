@@ -65,7 +65,9 @@ class ChatRenderer:
         """
         return self._render(messages, tools, prompt, False)[0]
 
-    def render_marked(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(
+        self, messages: Messages, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the character spans that `{% generation %}` marks in it. Raises as `render` does."""
         return self._render(messages, tools, False, True)
 
@@ -79,11 +81,13 @@ class ChatRenderer:
                     list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **self._kwargs
                 )
                 return str(text), []
-            # `apply_chat_template` drops keys whose value is None before it renders, and templates exist that tell a tool call
-            # by `content is none`; the function below it takes messages as they are, and hands out the marks as characters.
+            # `apply_chat_template` drops keys whose value is None before it renders, and templates exist that tell a
+            # tool call by `content is none`; the function below it takes messages as they are, and hands out the
+            # marks as characters.
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            texts, spans = render_jinja_template(
+            render: Any = render_jinja_template
+            texts, spans = render(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=source,
@@ -105,7 +109,9 @@ class ChatRenderer:
             get_logger().warning(message)
 
 
-def fit_content(renderer: ChatRenderer, messages: list[dict[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+def fit_content(
+    renderer: ChatRenderer, messages: list[dict[str, Any]], tools: Sequence[Any] | None
+) -> list[dict[str, Any]]:
     """Lists of text parts become one text where the chat template knows no parts (it would print the list, or fail)."""
     if not any(isinstance(message.get('content'), list) for message in messages):
         return messages
@@ -123,11 +129,13 @@ def fit_content(renderer: ChatRenderer, messages: list[dict[str, Any]], tools: S
     return fitted
 
 
-def fit_tool_calls(renderer: ChatRenderer, messages: list[dict[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+def fit_tool_calls(
+    renderer: ChatRenderer, messages: list[dict[str, Any]], tools: Sequence[Any] | None
+) -> list[dict[str, Any]]:
     """Tool calls in the form that the chat template reads: arguments as a mapping or as JSON, content empty or None.
 
-    Templates differ, and one that does not find its own form prints nothing, or quotes JSON twice. Which form works is found
-    out by rendering a probe, once per template and form.
+    Templates differ, and one that does not find its own form prints nothing, or quotes JSON twice. Which form works
+    is found out by rendering a probe, once per template and form.
 
     Raises:
         DataError: no form is rendered.
@@ -145,15 +153,20 @@ def _fit_call(renderer: ChatRenderer, message: dict[str, Any], tools: Sequence[A
         contents = ['probe'] if has_content else ['', None]
         styles = [as_text, not as_text]
         renderer.cache[key] = next(
-            ((content, style) for content in contents for style in styles if _call_is_rendered(renderer, content, style, tools)),
+            (
+                (content, style)
+                for content in contents
+                for style in styles
+                if _call_is_rendered(renderer, content, style, tools)
+            ),
             None,
         )
     choice = renderer.cache[key]
     if choice is None:
         beside = 'a tool call beside content' if has_content else 'tool calls'
         raise DataError(
-            f'The chat template does not render {beside}: the call would be lost in silence. Pass a chat_template that does, '
-            'or write the call as text into the content.'
+            f'The chat template does not render {beside}: the call would be lost in silence. Pass a chat_template '
+            'that does, or write the call as text into the content.'
         )
     content, style = choice
     calls = [
@@ -166,7 +179,10 @@ def _fit_call(renderer: ChatRenderer, message: dict[str, Any], tools: Sequence[A
 def _call_is_rendered(renderer: ChatRenderer, content: str | None, as_text: bool, tools: Sequence[Any] | None) -> bool:
     arguments = '{"probeargument": 1}' if as_text else {'probeargument': 1}
     call = {'type': 'function', 'id': 'probe0001', 'function': {'name': 'probefunction', 'arguments': arguments}}
-    probe = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': content, 'tool_calls': [call]}]
+    probe: list[dict[str, Any]] = [
+        {'role': 'user', 'content': 'x'},
+        {'role': 'assistant', 'content': content, 'tool_calls': [call]},
+    ]
     try:
         text = renderer.render(probe, tools)
     except DataError:

@@ -11,8 +11,16 @@ from twinkle.errors import ConfigError, MissingPackageError, SourceError, Untrus
 __all__ = ['fit_tokenizer', 'load_tokenizer', 'read_chat_template']
 
 # Tokens that vocabularies reserve for padding, or reserve for whatever comes; the first that exists is taken.
-_PAD_NAMES = ('<|finetune_right_pad_id|>', '<|pad|>', '<pad>', '[PAD]', '<|padding|>', '<|PAD|>', '<｜▁pad▁｜>')
-_RESERVED_PREFIXES = ('<|reserved_special_token', '<|reserved', '<unused', '[unused', '<reserved', '<SPECIAL_', '<extra_id_')
+_PAD_NAMES = ('<|finetune_right_pad_id|>', '<|pad|>', '<pad>', '[PAD]', '<|padding|>', '<|PAD|>', '<\uff5c▁pad▁\uff5c>')
+_RESERVED_PREFIXES = (
+    '<|reserved_special_token',
+    '<|reserved',
+    '<unused',
+    '[unused',
+    '<reserved',
+    '<SPECIAL_',
+    '<extra_id_',
+)
 
 
 def load_tokenizer(model_id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -49,7 +57,7 @@ def load_tokenizer(model_id: str, *, revision: str | None = None, trust_remote_c
 
 
 def fit_tokenizer(tokenizer: Any, *, chat_template: str | None, owned: bool) -> Any:
-    """`tokenizer` with a pad token and, where given, another chat template. A tokenizer that is not ours is copied before a change.
+    """`tokenizer` with a pad token and, where given, another chat template; copied before a change if it is not ours.
 
     Raises:
         ConfigError: no token of the vocabulary can pad.
@@ -67,7 +75,7 @@ def fit_tokenizer(tokenizer: Any, *, chat_template: str | None, owned: bool) -> 
 
 
 def _find_pad_token(tokenizer: Any) -> str:
-    """A token that can pad: one made for it, else the end token (pads are never attended to nor trained on), else a reserved one."""
+    """A token that can pad: one made for it, else the end token (pads are never trained on), else a reserved one."""
     for name in _PAD_NAMES:
         if _id_of(tokenizer, name) is not None:
             return name
@@ -75,7 +83,9 @@ def _find_pad_token(tokenizer: Any) -> str:
         return str(tokenizer.eos_token)
     vocabulary = tokenizer.get_vocab()
     for prefix in _RESERVED_PREFIXES:
-        reserved = min((token for token in vocabulary if token.startswith(prefix)), key=vocabulary.__getitem__, default=None)
+        reserved = min(
+            (token for token in vocabulary if token.startswith(prefix)), key=vocabulary.__getitem__, default=None
+        )
         if reserved is not None:
             return reserved
     if _id_of(tokenizer, tokenizer.unk_token) is not None:
@@ -106,7 +116,9 @@ def read_chat_template(chat_template: str | None) -> str | None:
     if chat_template is None:
         return None
     if not isinstance(chat_template, (str, Path)):
-        raise ConfigError(f'chat_template is {type(chat_template).__name__}; it must be Jinja text or the path of a file.')
+        raise ConfigError(
+            f'chat_template is {type(chat_template).__name__}; it must be Jinja text or the path of a file.'
+        )
     text = str(chat_template)
     if '\n' not in text and '{' not in text:
         if not Path(text).is_file():

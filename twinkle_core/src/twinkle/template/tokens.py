@@ -11,8 +11,9 @@ __all__ = ['tokenize_spans', 'tokens_in_spans']
 def tokenize_spans(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """The tokens of `text`, and for each the number of the span that it belongs to (-1: none).
 
-    A token that lies only partly in a span (merged across the border of prompt and answer) belongs to it: it holds something that
-    is said. The spans are in order and apart. No special tokens are added: a chat template writes its own.
+    A token that lies only partly in a span (merged across the border of prompt and answer) belongs to it: it holds
+    something that is said. The spans are in order and apart. No special tokens are added: a chat template writes its
+    own.
     """
     if getattr(tokenizer, 'is_fast', False):
         encoded = tokenizer(
@@ -36,8 +37,8 @@ def tokens_in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[in
     start, end = spans[0]
     for index, (first, last) in enumerate(offsets):
         if first == last:
-            # Tokenizers that trim white space from offsets leave nothing of a token of white space: it stands where the one
-            # before it ended.
+            # Tokenizers that trim white space from offsets leave nothing of a token of white space: it stands where
+            # the one before it ended.
             first, last = reached, reached + 1
         else:
             reached = last
@@ -52,7 +53,7 @@ def tokens_in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[in
 
 
 def _by_prefixes(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The same for a tokenizer without offsets: a token lies behind a border if it is not among the tokens of the text before it."""
+    """The same without offsets: a token lies behind a border if it is not among the tokens of the text before it."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     owners = [-1] * len(ids)
     for number, (start, end) in enumerate(spans):
