@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+
 from twinkle.errors import ConfigError, DataError
 from twinkle.processor import InputProcessor
 
@@ -17,7 +18,7 @@ ROWS = [
 
 
 def test_rows_are_right_padded():
-    """Ids, labels, mask and positions of rows of unequal length; the true end token stays a target though pad == eos."""
+    """Ids, labels, mask and positions of unequal rows; the true end token stays a target though pad == eos."""
     batch = InputProcessor(pad_token_id=2)(ROWS)
     assert batch['input_ids'].tolist() == [[5, 6, 2], [5, 2, 2]]
     assert batch['labels'].tolist() == [[6, 2, -100], [2, -100, -100]]

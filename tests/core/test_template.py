@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+
 from tests.helpers.tokenizers import CHATML, CHATML_MARKED, tiny_tokenizer
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import ConfigError, DataError, SampleTooLongError
@@ -65,7 +66,14 @@ class TestRows:
 
     def test_extras_pass_and_inputs_stay(self, template):
         """Other keys come along unchanged, and the row is as it was."""
-        row = {'messages': CHAT, 'rewards': 0.5, 'images': ['x.png'], 'source': 'web', 'tools': None, 'system': 'Be kind.'}
+        row = {
+            'messages': CHAT,
+            'rewards': 0.5,
+            'images': ['x.png'],
+            'source': 'web',
+            'tools': None,
+            'system': 'Be kind.',
+        }
         before = copy.deepcopy(row)
         (feature,) = template.encode(row)
         assert row == before
@@ -115,9 +123,9 @@ class TestRows:
 
     def test_a_role_that_is_left_out_is_refused(self, tokenizer):
         """A chat template that renders only what it knows must not lose a message in silence."""
-        picky = CHATML.replace('{{ \'<|im_start|>\'', "{% if message['role'] in ['user', 'assistant'] %}{{ '<|im_start|>'").replace(
-            "{{ '\\n' }}{% endfor %}", "{{ '\\n' }}{% endif %}{% endfor %}"
-        )
+        picky = CHATML.replace(
+            "{{ '<|im_start|>'", "{% if message['role'] in ['user', 'assistant'] %}{{ '<|im_start|>'"
+        ).replace("{{ '\\n' }}{% endfor %}", "{{ '\\n' }}{% endif %}{% endfor %}")
         template = Template(tokenizer=tokenizer, chat_template=picky)
         assert template.encode({'messages': CHAT})
         with pytest.raises(DataError, match='narrator'):
@@ -288,7 +296,7 @@ class TestPad:
 
     @pytest.mark.parametrize(('eos', 'want'), [('<|im_end|>', '<|im_end|>'), (None, '<|reserved_0|>')])
     def test_no_pad_token(self, eos, want):
-        """A missing pad token is the end token, else a reserved one; the vocabulary does not grow, nor does the caller's change."""
+        """A missing pad token is the end token, else a reserved one; vocabulary and caller's tokenizer stay the same."""
         tokenizer = tiny_tokenizer(pad=None, eos=eos)
         size = len(tokenizer)
         template = Template(tokenizer=tokenizer)
