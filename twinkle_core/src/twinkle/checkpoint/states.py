@@ -175,8 +175,7 @@ class _Encoder:
         raise CheckpointError(
             f'{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickling. A state is '
             'made of tensors, numbers, strings, None, lists, tuples and dicts; a part with other things needs a '
-            'state_dict() that turns '
-            'them into these.'
+            'state_dict() that turns them into these.'
         )
 
     def _container(self, value: Any, where: str) -> Any:
@@ -213,8 +212,8 @@ class _Encoder:
         ):
             raise CheckpointError(
                 f'{where} is a {type(tensor).__module__}.{type(tensor).__qualname__} (dtype {tensor.dtype}, layout '
-                f'{tensor.layout}, device {tensor.device}); only plain, dense tensors with data are saved here. Sharded '
-                'ones go to a distributed checkpoint.'
+                f'{tensor.layout}, device {tensor.device}); only plain, dense tensors with data are saved here. '
+                'Sharded ones go to a distributed checkpoint.'
             )
         dtype = str(tensor.dtype).removeprefix('torch.')
         if tensor.dtype not in _NATIVE and dtype not in _AS_BYTES:
