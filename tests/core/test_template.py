@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.tokenizers import CHATML, CHATML_MARKED, tiny_tokenizer
 from twinkle.data_format import IGNORE_INDEX
-from twinkle.errors import ConfigError, DataError, SampleTooLongError
+from twinkle.errors import ConfigError, DataError, SampleTooLongError, SourceError
 from twinkle.template import Template
 
 CHAT = [{'role': 'user', 'content': 'Who are you?'}, {'role': 'assistant', 'content': 'A small model.'}]
@@ -286,6 +286,23 @@ class TestOptions:
         want = template.encode({'messages': CHAT})
         assert pickle.loads(pickle.dumps(template)).encode({'messages': CHAT}) == want
 
+    def test_folder_without_a_tokenizer(self, tmp_path):
+        """A folder that holds none, and an id that leads nowhere, are errors that name it."""
+        with pytest.raises(SourceError, match='No tokenizer'):
+            Template(str(tmp_path)).encode({'messages': CHAT})
+
+    def test_arguments_that_a_template_would_quote_twice(self, tokenizer):
+        """A template that turns arguments to JSON gets them parsed, whichever way the row gives them."""
+        calls = (
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') }}"
+            '{% for c in m.tool_calls or [] %}{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}'
+            "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        )
+        template = Template(tokenizer=tokenizer, chat_template=calls)
+        for arguments in ('{"a": 1}', {'a': 1}):
+            turn = {'role': 'assistant', 'content': None, 'tool_calls': [{'name': 'add', 'arguments': arguments}]}
+            assert trained(template, template.encode({'messages': [CHAT[0], turn]})[0]) == 'add{"a": 1}<|im_end|>'
+
 
 class TestPad:
     def test_pad_equal_to_eos_keeps_the_end_label(self, template):
@@ -296,7 +313,7 @@ class TestPad:
 
     @pytest.mark.parametrize(('eos', 'want'), [('<|im_end|>', '<|im_end|>'), (None, '<|reserved_0|>')])
     def test_no_pad_token(self, eos, want):
-        """A missing pad token is the end token, else a reserved one; vocabulary and caller's tokenizer stay the same."""
+        """A missing pad token is the end token, else a reserved one; vocabulary and caller's tokenizer stay."""
         tokenizer = tiny_tokenizer(pad=None, eos=eos)
         size = len(tokenizer)
         template = Template(tokenizer=tokenizer)

@@ -294,6 +294,13 @@ class TestMarks:
 
 
 class TestReasoning:
+    def test_keep_with_tags_in_the_answer(self, request):
+        """An answer that itself holds </think> is kept whole."""
+        chat = [REASONED[0], {'role': 'assistant', 'content': '<think>a</think>b </think> c'}, *REASONED[2:]]
+        for tokenizer in (TINY, request.getfixturevalue('qwen3')):
+            texts = runs(Template(tokenizer=tokenizer, reasoning='keep'), {'messages': chat})
+            assert texts[0] == '<think>\na\n</think>\n\nb </think> c<|im_end|>'
+
     def test_strip_and_keep(self):
         """strip: the first reasoning is absent from the tokens; keep: both are there and trained."""
         stripped = Template(tokenizer=TINY, reasoning='strip')

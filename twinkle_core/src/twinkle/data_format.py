@@ -24,7 +24,8 @@ class Message(TypedDict, total=False):
     """One turn of a conversation, in the chat format of Transformers.
 
     `role` is 'system', 'user', 'assistant' or 'tool'. `content` is a string, or a list of parts
-    (`{'type': 'text', 'text': ...}`, `{'type': 'image', 'image': ...}`). `train=False` keeps an assistant turn out of the loss.
+    (`{'type': 'text', 'text': ...}`, `{'type': 'image', 'image': ...}`). `train=False` keeps an assistant turn out of the loss,
+    `weight` scales its tokens there.
     """
 
     role: str
@@ -34,6 +35,7 @@ class Message(TypedDict, total=False):
     tool_call_id: str
     name: str
     train: bool
+    weight: float
 
 
 class Trajectory(TypedDict, total=False):

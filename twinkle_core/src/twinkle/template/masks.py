@@ -41,11 +41,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a template writes around a turn of some form: the header, what it may put behind it, and the end."""
+    """What a template writes around a turn of some form.
+
+    Attributes:
+        header: the generation prompt.
+        leads: what it may put behind the header, longest first.
+        end: what closes the turn.
+        bare: the part of the header that earlier turns have, where a prompt opens more than they do (`<think>`).
+    """
 
     header: str
     leads: tuple[str, ...]
     end: str
+    bare: str = ''
 
 
 class _Unplaced(Exception):
@@ -162,13 +170,17 @@ def _learn_shape(renderer: ChatRenderer, marked: dict[str, Any], tools: Sequence
     header, prompt = _header(renderer, [_USER], tools)
     closed = renderer.render([_USER, marked], tools)
     first, last = _locate(closed, 'qzm', 0)
-    leads = {''}
+    leads, bare = {''}, ''
     if header and closed.startswith(prompt):
         leads.add(closed[len(prompt) : first])
     try:
         earlier = renderer.render([_USER, marked, _USER], tools)
+        place = _locate(earlier, 'qzm', 0)[0]
+        plain = prompt[: len(prompt) - len(header)]
         if header and earlier.startswith(prompt):
-            leads.add(earlier[len(prompt) : _locate(earlier, 'qzm', 0)[0]])
+            leads.add(earlier[len(prompt) : place])
+        elif earlier.startswith(plain) and header.startswith(earlier[len(plain) : place]) and not _is_call(marked):
+            bare = earlier[len(plain) : place]
     except (_Unplaced, DataError):
         pass  # a user may not speak after a turn of this form (an open tool call): then only that one is learnt
     end = closed[last:]
@@ -177,7 +189,7 @@ def _learn_shape(renderer: ChatRenderer, marked: dict[str, Any], tools: Sequence
             "The chat template writes nothing behind the assistant's turn, so the model will not learn when to stop. "
             'Add the end token to the template, or pass another chat_template.'
         )
-    return _Shape(header, tuple(sorted(leads, key=len, reverse=True)), end)
+    return _Shape(header, tuple(sorted(leads, key=len, reverse=True)), end, bare)
 
 
 def _header(
@@ -224,6 +236,8 @@ def _find_together(
         if shape is None or not between[number + 1].startswith(shape.end):
             continue
         lead = next((lead for lead in shape.leads if between[number].endswith(shape.header + lead)), None)
+        if lead is None and shape.bare and between[number].endswith(shape.bare):
+            lead = ''
         if lead is None or (not shape.header and _is_call(messages[index])):
             continue
         turns[index] = Turn(index, first - len(lead), last + _end_length(shape.end), shape.header)

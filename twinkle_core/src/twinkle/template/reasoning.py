@@ -72,17 +72,17 @@ def keep_reasoning(
         if index in reasoned and f'qzreason{index}zq' not in text:
             before, after = _wrap(renderer, tools)
             placeholder = f'qzkept{index}zq'
-            placeholders[placeholder] = before + reasoned[index][0].strip('\n') + after
+            meant, content = before + reasoned[index][0].strip('\n') + after, message.get('content')
             message = {key: value for key, value in message.items() if key != 'reasoning_content'}
-            message['content'] = _behind(placeholder, message.get('content'))
+            if isinstance(content, list):
+                message['content'] = [{'type': 'text', 'text': placeholder}, *content]
+            elif content and '</think>' in content:  # the template would strip that, and the placeholder with it
+                message['content'], meant = placeholder, meant + content.lstrip('\n')
+            else:
+                message['content'] = placeholder + (content or '').lstrip('\n')
+            placeholders[placeholder] = meant
         kept.append(message)
     return kept, placeholders
-
-
-def _behind(placeholder: str, content: Any) -> Any:
-    if isinstance(content, list):
-        return [{'type': 'text', 'text': placeholder}, *content]
-    return placeholder + (content or '').lstrip('\n')
 
 
 def _wrap(renderer: ChatRenderer, tools: Sequence[Any] | None) -> tuple[str, str]:
