@@ -101,7 +101,8 @@ def _numpy(value: Any) -> Any:
 
 def positions_of(mask: np.ndarray) -> np.ndarray:
     """Positions [B, T] that count the tokens attended to, from 0 at the first (also behind padding on the left)."""
-    return np.maximum(np.cumsum(mask != 0, axis=-1) - 1, 0)
+    positions: np.ndarray = np.maximum(np.cumsum(mask != 0, axis=-1) - 1, 0)
+    return positions
 
 
 def _positions(rows: Rows, lengths: Sequence[int], width: int, mask: np.ndarray, real: np.ndarray) -> np.ndarray:

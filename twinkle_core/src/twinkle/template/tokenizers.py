@@ -87,7 +87,7 @@ def _find_pad_token(tokenizer: Any) -> str:
             (token for token in vocabulary if token.startswith(prefix)), key=vocabulary.__getitem__, default=None
         )
         if reserved is not None:
-            return reserved
+            return str(reserved)
     if _id_of(tokenizer, tokenizer.unk_token) is not None:
         return str(tokenizer.unk_token)
     raise ConfigError(
