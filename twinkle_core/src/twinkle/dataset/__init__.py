@@ -1,0 +1,8 @@
+"""Data sets: rows from files, folders, hubs and objects, preprocessed and encoded ahead, at access, or as a stream."""
+
+from twinkle.dataset.base import Dataset
+from twinkle.dataset.iterable import IterableDataset
+from twinkle.dataset.lazy import LazyDataset
+from twinkle.dataset.meta import DatasetMeta
+
+__all__ = ['Dataset', 'DatasetMeta', 'IterableDataset', 'LazyDataset']
