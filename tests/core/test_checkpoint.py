@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.helpers.checkpoints import content, hidden, names, write
 from twinkle.checkpoint import (
     TrainerState,

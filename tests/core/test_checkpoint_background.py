@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+
 from tests.helpers.checkpoints import content, hidden, names, write
 from twinkle.checkpoint import (
     commit_checkpoint,

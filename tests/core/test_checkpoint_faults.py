@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.helpers import killed_saver
 from twinkle.checkpoint import commit_checkpoint, find_checkpoint, latest_checkpoint, load_state, read_trainer_state
 from twinkle.errors import CheckpointError

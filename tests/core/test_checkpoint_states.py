@@ -12,12 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twinkle.checkpoint import (
-    load_state,
-    rng_state,
-    save_state,
-    set_rng_state,
-)
+
+from twinkle.checkpoint import load_state, rng_state, save_state, set_rng_state
 from twinkle.errors import CheckpointError
 
 

@@ -328,7 +328,7 @@ class TestPad:
 
         bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({'a': 0, 'b': 1})))
         with pytest.raises(ConfigError, match='pad_token'):
-            Template(tokenizer=bare).pad_token_id  # noqa: B018
+            Template(tokenizer=bare).pad_token_id
 
 
 class TestTokensAndText:

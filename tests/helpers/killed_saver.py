@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from twinkle.checkpoint import TrainerState, commit_checkpoint, save_async, save_state, states, write_trainer_state
 
 WATCHED = [(os, name) for name in ('mkdir', 'rename', 'replace', 'fsync', 'unlink', 'rmdir', 'open')]

@@ -37,7 +37,9 @@ def collate(rows: list[dict[str, Any]], pad: int = 0) -> dict[str, torch.Tensor]
     longest = max(len(r['input_ids']) for r in rows)
     fill = {'input_ids': pad, 'labels': -100}
     batch = {k: torch.tensor([list(r[k]) + [v] * (longest - len(r[k])) for r in rows]) for k, v in fill.items()}
-    batch['attention_mask'] = torch.tensor([[1] * len(r['input_ids']) + [0] * (longest - len(r['input_ids'])) for r in rows])
+    batch['attention_mask'] = torch.tensor(
+        [[1] * len(r['input_ids']) + [0] * (longest - len(r['input_ids'])) for r in rows]
+    )
     return batch
 
 
@@ -46,7 +48,9 @@ def loss_sum(module: torch.nn.Module, rows: list[dict[str, Any]]) -> tuple[torch
     batch = collate(rows)
     logits = module(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
     labels = batch['labels']
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction='sum')
+    total = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction='sum'
+    )
     return total, int((labels != -100).sum())
 
 
@@ -88,7 +92,7 @@ def train(
         sums = [loss_sum(module, rows) for rows in window]
         count = sum(n for _, n in sums)
         (sum(total for total, _ in sums) / count).backward()
-        trace.losses += [float(total) / n for total, n in sums]
+        trace.losses += [float(total.detach()) / n for total, n in sums]
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
         optimizer.step()
         optimizer.zero_grad()

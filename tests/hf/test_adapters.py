@@ -9,6 +9,8 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from tests.helpers import reference
 from twinkle.errors import (
     CheckpointError,
     ConfigError,
@@ -18,8 +20,6 @@ from twinkle.errors import (
     UnknownAdapterError,
 )
 from twinkle.model import TransformersModel
-
-from tests.helpers import reference
 
 ROWS = reference.random_rows(4)
 
@@ -44,7 +44,9 @@ def test_each_adapter_gives_its_own_outputs_as_plain_peft(model, tiny_llama):
     for name in 'ab':
         model.add_adapter_to_model(name, lora())
     torch.manual_seed(0)
-    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), lora(), adapter_name='a')
+    plain = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), lora(), adapter_name='a'
+    )
     plain.add_adapter('b', lora())
     batch = reference.collate(ROWS)
     keep = batch.pop('attention_mask').bool()
@@ -82,7 +84,9 @@ def test_a_trained_adapter_opens_in_plain_peft(model, tiny_llama, tmp_path):
     folder = model.save('x', output_dir=tmp_path)
     saved = load_file(f'{folder}/adapter_model.safetensors')
     assert all(value.abs().sum() > 0 for key, value in saved.items() if 'lora_B' in key)
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), folder).eval()
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), folder
+    ).eval()
     batch = reference.collate(ROWS)
     with torch.no_grad():
         expected = plain(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
@@ -147,7 +151,7 @@ def test_an_omitted_name_means_the_enclosing_or_the_only_adapter(model):
             assert not torch.equal(real(model.forward_only(inputs=ROWS)), only)
             raise RuntimeError('inside')
         assert torch.equal(real(model.forward_only(inputs=ROWS)), only)
-    with pytest.raises(UnknownAdapterError, match='Unknown adapter .c.'):
+    with pytest.raises(UnknownAdapterError, match="Unknown adapter 'c'"):
         model.forward_backward(inputs=ROWS, adapter_name='c')
 
 
@@ -206,7 +210,9 @@ def test_adapters_after_full_training_has_begun_are_refused(model):
 
 def test_other_peft_types_train(model):
     """IA3, as another PEFT type, trains its own parameters and nothing else."""
-    model.add_adapter_to_model('a', IA3Config(target_modules=['q_proj', 'down_proj'], feedforward_modules=['down_proj']))
+    model.add_adapter_to_model(
+        'a', IA3Config(target_modules=['q_proj', 'down_proj'], feedforward_modules=['down_proj'])
+    )
     model.set_optimizer('default', lr=1e-2)
     base = model.model.base_model.model.model.embed_tokens.weight.clone()
     before = model.get_state_dict()

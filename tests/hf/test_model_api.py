@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+
+from tests.helpers import reference
 from twinkle import DeviceMesh
 from twinkle.errors import (
     ConfigError,
@@ -22,8 +24,6 @@ from twinkle.errors import (
 from twinkle.model import TransformersModel
 from twinkle.patch import Patch
 
-from tests.helpers import reference
-
 ROWS = reference.random_rows(4)
 
 
@@ -35,12 +35,17 @@ def model(tiny_llama):
 @pytest.mark.parametrize('model_cls', [None, 'AutoModelForCausalLM', 'LlamaForCausalLM', transformers.LlamaForCausalLM])
 def test_model_class_by_class_name_or_default(tiny_llama, model_cls):
     """A class, its name, an Auto class or nothing lead to the architecture of the config."""
-    assert type(TransformersModel(tiny_llama, model_cls=model_cls, mixed_precision='no').model) is transformers.LlamaForCausalLM
+    assert (
+        type(TransformersModel(tiny_llama, model_cls=model_cls, mixed_precision='no').model)
+        is transformers.LlamaForCausalLM
+    )
 
 
 def test_config_alone_gives_random_weights_and_stays_as_it_is():
     """Without model_id a config builds a model of that size, and is not changed."""
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
     before = config.to_dict()
     model = TransformersModel(config=config, mixed_precision='no')
     assert model.model.config.vocab_size == 64
@@ -63,8 +68,16 @@ def test_config_alone_gives_random_weights_and_stays_as_it_is():
         ({'mixed_precision': 'no', 'grad_scaler_config': {'init_scale': 1.0}}, ConfigError, 'fp16'),
         ({'strategy': 'zero3'}, ConfigError, 'native_fsdp'),
         ({'fsdp_config': {}}, NotSupportedError, 'fsdp_config'),
-        ({'device_mesh': DeviceMesh.from_sizes(world_size=2, pp_size=2, device_type='cpu')}, MeshError, 'twinkle-megatron'),
-        ({'device_mesh': DeviceMesh.from_sizes(world_size=2, dp_size=2, device_type='cpu')}, NotSupportedError, 'one process'),
+        (
+            {'device_mesh': DeviceMesh.from_sizes(world_size=2, pp_size=2, device_type='cpu')},
+            MeshError,
+            'twinkle-megatron',
+        ),
+        (
+            {'device_mesh': DeviceMesh.from_sizes(world_size=2, dp_size=2, device_type='cpu')},
+            NotSupportedError,
+            'one process',
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -222,7 +235,15 @@ def test_train_configs_read_well(model):
     model.set_loss('cross_entropy')
     text = model.get_train_configs()
     trainable = sum(p.numel() for p in model.trainable_parameters('sft'))
-    for part in ('sft', f'{trainable:,}', 'lr=0.0001', 'CosineWarmupScheduler', 'CrossEntropyLoss', '4 micro-batch', 'fp32'):
+    for part in (
+        'sft',
+        f'{trainable:,}',
+        'lr=0.0001',
+        'CosineWarmupScheduler',
+        'CrossEntropyLoss',
+        '4 micro-batch',
+        'fp32',
+    ):
         assert part in text
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from twinkle.data_format import LossOutput
-from twinkle.model import TransformersModel
 
 from tests.helpers import reference
+from twinkle.data_format import LossOutput
+from twinkle.model import TransformersModel
 
 LR = 1e-2
 STEPS = 20
@@ -81,7 +81,11 @@ def test_the_four_steps_called_alone_equal_clip_grad_and_step(make_pair):
     """clip_grad_norm, step, zero_grad and lr_step one by one are clip_grad_and_step, to the bit, in any order that makes sense."""
     rows = reference.random_rows(32)
     results = []
-    for order in (None, ['clip_grad_norm', 'step', 'zero_grad', 'lr_step'], ['clip_grad_norm', 'lr_step', 'step', 'zero_grad']):
+    for order in (
+        None,
+        ['clip_grad_norm', 'step', 'zero_grad', 'lr_step'],
+        ['clip_grad_norm', 'lr_step', 'step', 'zero_grad'],
+    ):
         model, _ = make_pair('lora')
         model.set_optimizer('default', lr=LR)
         model.set_lr_scheduler('default', num_warmup_steps=1, num_training_steps=4)
@@ -120,7 +124,7 @@ def test_separate_calls_equal_forward_backward(make_pair):
     model.backward()
     total, count = reference.loss_sum(plain.train(), rows)
     (total / count).backward()
-    assert loss == pytest.approx(float(total) / count, rel=RELATIVE)
+    assert loss == pytest.approx(float(total.detach()) / count, rel=RELATIVE)
     for name, parameter in trainable(model.model).items():
         torch.testing.assert_close(parameter.grad, trainable(plain)[name].grad, rtol=1e-5, atol=1e-7)
 
@@ -137,7 +141,9 @@ def test_logits_equal_plain_transformers(make_pair):
         with plain.disable_adapter():
             base = plain(**keys).logits
     torch.testing.assert_close(model.forward_only(inputs=rows)['logits'][keep], expected[keep], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.forward(inputs=rows)['logits'].detach()[keep], expected[keep], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model.forward(inputs=rows)['logits'].detach()[keep], expected[keep], rtol=1e-5, atol=1e-6
+    )
     without = model.forward_only(inputs=rows, disable_lora=True)['logits']
     torch.testing.assert_close(without[keep], base[keep], rtol=1e-5, atol=1e-6)
 
@@ -169,7 +175,9 @@ def test_gradients_do_not_depend_on_the_split(make_pair, split):
         model.forward_backward(inputs=rows[start : start + size], gradient_accumulation_steps=len(split))
         start += size
     norm = model.clip_grad_norm(max_grad_norm=float('inf'))
-    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])), rel=RELATIVE)
+    assert norm == pytest.approx(
+        float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])), rel=RELATIVE
+    )
     for name, parameter in trainable(model.model).items():
         torch.testing.assert_close(parameter.grad, trainable(plain)[name].grad, rtol=1e-5, atol=1e-6)
 
@@ -193,10 +201,18 @@ def test_interleaved_adapters_do_not_disturb_each_other(tiny_llama):
     both.forward_backward(inputs=rows_b, adapter_name='b')
     b_state = both._adapters.get('b')
     before = copy.deepcopy(
-        ([p for p in both.trainable_parameters('b')], [p.grad for p in both.trainable_parameters('b')], b_state.optimizer.state_dict())
+        (
+            list(both.trainable_parameters('b')),
+            [p.grad for p in both.trainable_parameters('b')],
+            b_state.optimizer.state_dict(),
+        )
     )
     both.clip_grad_and_step(adapter_name='a')
-    after = ([p for p in both.trainable_parameters('b')], [p.grad for p in both.trainable_parameters('b')], b_state.optimizer.state_dict())
+    after = (
+        list(both.trainable_parameters('b')),
+        [p.grad for p in both.trainable_parameters('b')],
+        b_state.optimizer.state_dict(),
+    )
     assert all(torch.equal(x, y) for x, y in zip(before[0], after[0], strict=True))
     assert all(torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True))
     assert str(before[2]) == str(after[2])

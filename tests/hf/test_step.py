@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from peft import LoraConfig
-from twinkle.errors import ConfigError, StateError
-from twinkle.model import TransformersModel
 
 from tests.helpers import reference
+from twinkle.errors import ConfigError, StateError
+from twinkle.model import TransformersModel
 
 
 @pytest.fixture

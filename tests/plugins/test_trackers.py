@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+
 from twinkle.errors import MissingPackageError, StateError
 from twinkle.registry import trackers
 
@@ -34,7 +35,9 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path):
 def test_run_trackers_start_log_and_finish(monkeypatch, tmp_path, name, folder):
     """init gets project, config and folder; log gets metrics and step; finish ends the run once."""
     calls = []
-    run = SimpleNamespace(log=lambda metrics, step: calls.append(('log', metrics, step)), finish=lambda: calls.append(('finish',)))
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append(('log', metrics, step)), finish=lambda: calls.append(('finish',))
+    )
     library = SimpleNamespace(init=lambda **options: calls.append(('init', options)) or run)
     monkeypatch.setitem(sys.modules, name, library)
     tracker = trackers.build(name, project='star')

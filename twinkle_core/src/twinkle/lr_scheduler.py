@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from twinkle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
 __all__ = ['ConstantScheduler', 'CosineWarmupScheduler', 'LinearWarmupScheduler']
@@ -38,13 +39,15 @@ class _WarmupScheduler(LRScheduler):
     def decay(self, step: int) -> float:
         """The factor after warm-up."""
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         factor = self.factor(self.last_epoch)
         return [base * factor for base in self.base_lrs]
 
 
 class _DecayingScheduler(_WarmupScheduler):
-    def __init__(self, optimizer: Optimizer, num_training_steps: int, num_warmup_steps: int = 0, last_epoch: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, num_training_steps: int, num_warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
         if num_training_steps < 1:
             raise ConfigError(f'num_training_steps={num_training_steps!r} must be at least 1.')
         if num_warmup_steps > num_training_steps:

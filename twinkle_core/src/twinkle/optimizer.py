@@ -33,7 +33,11 @@ class DefaultOptimizer(torch.optim.AdamW):
     takes_named_parameters: ClassVar[bool] = True
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, Parameter]], lr: float = 1e-4, weight_decay: float = 0.01, **kwargs: Any
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        **kwargs: Any,
     ) -> None:
         named = list(named_parameters)
         if not named:

@@ -207,7 +207,9 @@ class Registry:
             entry = self._runtime.pop(fold(name), None)
             self._forget()
         if entry is None:
-            raise UnknownNameError(f'{name!r} was not registered at run time in {self.kind}, so it cannot be unregistered.')
+            raise UnknownNameError(
+                f'{name!r} was not registered at run time in {self.kind}, so it cannot be unregistered.'
+            )
         runtime_parts.withdraw(entry)
 
     @contextmanager
@@ -244,7 +246,9 @@ class Registry:
             missing = sorted(getattr(part, '__abstractmethods__', ())) if isinstance(part, type) else []
             if not missing:
                 return part
-            raise InvalidPartError(f'{part.__name__} is no complete part of {self.kind}: it does not implement {", ".join(missing)}.')
+            raise InvalidPartError(
+                f'{part.__name__} is no complete part of {self.kind}: it does not implement {", ".join(missing)}.'
+            )
         whose = f' ({entry.describe()})' if entry is not None else ''
         allowed = f'a subclass or instance of {self._base}' if self._base else 'a class'
         raise InvalidPartError(
@@ -308,7 +312,9 @@ def _import_path(path: str) -> Any:
         for name in attribute.split('.'):
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
-        raise PluginLoadError(f'{path!r} cannot be loaded: {type(error).__name__}: {error}. It is read as package.module:Name.') from error
+        raise PluginLoadError(
+            f'{path!r} cannot be loaded: {type(error).__name__}: {error}. It is read as package.module:Name.'
+        ) from error
     return found
 
 

@@ -70,7 +70,9 @@ def remote_function(
         RemoteError: an unknown rule.
     """
     spec = RemoteFunctionSpec(
-        _known('dispatch', dispatch, _DISPATCH), str(_known('execute', execute, _EXECUTE)), _known('collect', collect, _COLLECT)
+        _known('dispatch', dispatch, _DISPATCH),
+        str(_known('execute', execute, _EXECUTE)),
+        _known('collect', collect, _COLLECT),
     )
 
     def declare(function: F) -> F:
@@ -85,7 +87,7 @@ def remote_class(*, execute: str = 'all') -> Callable[[C], C]:
     spec = RemoteClassSpec(str(_known('execute', execute, _EXECUTE)))
 
     def declare(cls: C) -> C:
-        original_new = cls.__new__
+        original_new: Any = cls.__new__
 
         def __new__(subclass: type, *args: Any, **kwargs: Any) -> Any:
             from twinkle.runtime.state import current_executor
@@ -134,7 +136,9 @@ def dispatch_args(
             'Pass lists of one length, one item per row.'
         )
     total = next(iter(lengths), 0)
-    slices = [mesh.get_slice(total, rank) if spec.dispatch == 'slice_dp' else _even_slice(total, rank, n) for rank in range(n)]
+    slices = [
+        mesh.get_slice(total, rank) if spec.dispatch == 'slice_dp' else _even_slice(total, rank, n) for rank in range(n)
+    ]
     return [
         (tuple(_part(value, where) for value in args), {key: _part(value, where) for key, value in kwargs.items()})
         for where in slices
@@ -152,9 +156,9 @@ def collect_results(spec: RemoteFunctionSpec, results: Sequence[Any], mesh: Devi
     elif len(results) != mesh.world_size:
         raise RemoteError(f'{len(results)} result(s) came back from {mesh.world_size} worker(s).')
     rule = spec.collect
-    if spec.execute == 'all' and spec.dispatch == 'slice_dp' and rule not in ('none', 'first'):
-        results = _one_per_data_rank(results, mesh)
-    elif rule == 'last_pp' and spec.execute == 'all':
+    if (spec.execute == 'all' and spec.dispatch == 'slice_dp' and rule not in ('none', 'first')) or (
+        rule == 'last_pp' and spec.execute == 'all'
+    ):
         results = _one_per_data_rank(results, mesh)
     if callable(rule):
         return rule(list(results))
@@ -169,7 +173,9 @@ def collect_results(spec: RemoteFunctionSpec, results: Sequence[Any], mesh: Devi
         return total if rule == 'sum' else total / len(results)
     except TypeError as error:
         kinds = sorted({type(result).__name__ for result in results})
-        raise RemoteError(f'collect={rule!r} cannot put together results of type {", ".join(kinds)}: {error}') from error
+        raise RemoteError(
+            f'collect={rule!r} cannot put together results of type {", ".join(kinds)}: {error}'
+        ) from error
 
 
 def _one_per_data_rank(results: Sequence[Any], mesh: DeviceMesh) -> list[Any]:

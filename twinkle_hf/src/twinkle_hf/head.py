@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
 from twinkle.logging import get_logger
 from twinkle.loss.outputs import head_outputs, outputs_from_hidden, outputs_from_logits
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
+
     from twinkle.data_format import ModelOutput
 
 __all__ = ['OutputHead']
@@ -56,7 +58,9 @@ class OutputHead:
         found: dict[str, Any] = {}
 
         def stand_in(hidden_BTH: Tensor) -> Tensor:
-            hidden_BTH = hidden_BTH[:, -labels.shape[1] :] if labels is not None else hidden_BTH  # behind virtual tokens
+            hidden_BTH = (
+                hidden_BTH[:, -labels.shape[1] :] if labels is not None else hidden_BTH
+            )  # behind virtual tokens
             if _is_plain_linear(head) and self._change is None:
                 found.update(outputs_from_hidden(hidden_BTH, head, labels, needs, loss_weights=weights))
             else:

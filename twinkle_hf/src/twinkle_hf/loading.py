@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from twinkle import hub
 from twinkle.errors import ConfigError, SourceError
 
@@ -45,8 +46,13 @@ def resolve_class(model_cls: Any, config: PretrainedConfig) -> Any:
                 "or a name such as 'AutoModelForCausalLM'."
             )
         model_cls = found
-    if not (hasattr(model_cls, 'from_pretrained') and hasattr(model_cls, 'from_config' if _is_auto(model_cls) else '_from_config')):
-        raise ConfigError(f'model_cls={model_cls!r} must be a Transformers model class, an Auto class, or the name of one.')
+    if not (
+        hasattr(model_cls, 'from_pretrained')
+        and hasattr(model_cls, 'from_config' if _is_auto(model_cls) else '_from_config')
+    ):
+        raise ConfigError(
+            f'model_cls={model_cls!r} must be a Transformers model class, an Auto class, or the name of one.'
+        )
     return model_cls
 
 
@@ -68,10 +74,14 @@ def load_module(
     """
     options = dict(kwargs)
     if config is not None and not isinstance(config, PretrainedConfig):
-        raise ConfigError(f'config is {type(config).__name__}; pass a transformers PretrainedConfig, such as LlamaConfig(...).')
+        raise ConfigError(
+            f'config is {type(config).__name__}; pass a transformers PretrainedConfig, such as LlamaConfig(...).'
+        )
     if model_id is None:
         if config is None:
-            raise ConfigError('Give model_id (a folder, hf://org/name, ...) to load weights, or config for random ones.')
+            raise ConfigError(
+                'Give model_id (a folder, hf://org/name, ...) to load weights, or config for random ones.'
+            )
         config = copy.deepcopy(config)
         model_cls = resolve_class(model_cls, config)
         build = model_cls.from_config if _is_auto(model_cls) else model_cls._from_config

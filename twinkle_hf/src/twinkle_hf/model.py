@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import load_file
+
 from twinkle.device_mesh import DeviceMesh
 from twinkle.errors import CheckpointError, StateError
 from twinkle.model.base import BaseModel
 from twinkle.remote import remote_class
 from twinkle.runtime import default_device_mesh
-
 from twinkle_hf.head import OutputHead
 from twinkle_hf.loading import copy_tokenizer_files, load_module
 from twinkle_hf.options import check_options
+from twinkle_hf.patch import enable_gradient_checkpointing
 from twinkle_hf.peft_adapters import PeftAdapters
 from twinkle_hf.precision import Precision
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn import Parameter
     from transformers import PretrainedConfig
+
     from twinkle.data_format import ModelOutput
 
 __all__ = ['TransformersModel']
@@ -89,9 +91,9 @@ class TransformersModel(BaseModel):
         self.remote_group = remote_group
         self.model_id = None if model_id is None else str(model_id)
         module, self._folder = load_module(model_cls, model_id, config, self.precision.parameter_dtype, kwargs)
-        module.to(self.device)
+        torch.nn.Module.to(module, device=self.device)
         if gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+            enable_gradient_checkpointing(module)
         self.adapters = PeftAdapters(module)
         self._head = OutputHead(module)
         self._accepted = _forward_keywords(module)
@@ -188,9 +190,13 @@ class TransformersModel(BaseModel):
 
     def _replace_module(self, module: nn.Module) -> None:
         if self.adapters.peft is not None:
-            raise StateError('A patch that returns another module comes before add_adapter_to_model(), which wraps the module.')
+            raise StateError(
+                'A patch that returns another module comes before add_adapter_to_model(), which wraps the module.'
+            )
         if self._adapters.get('').optimizer is not None:
-            raise StateError('A patch that returns another module comes before set_optimizer(), which holds the old parameters.')
+            raise StateError(
+                'A patch that returns another module comes before set_optimizer(), which holds the old parameters.'
+            )
         self.adapters = PeftAdapters(module)  # type: ignore[arg-type]
         self._head = OutputHead(module)  # type: ignore[arg-type]
         self._accepted = _forward_keywords(module)
@@ -219,7 +225,9 @@ def _read_safetensors(folder: Path) -> dict[str, Tensor]:
     """All weights of a model folder, sharded or not."""
     files = sorted(folder.glob('model*.safetensors'))
     if not files:
-        raise CheckpointError(f'{folder} holds no model.safetensors (nor shards of one). Pickled weights are never loaded.')
+        raise CheckpointError(
+            f'{folder} holds no model.safetensors (nor shards of one). Pickled weights are never loaded.'
+        )
     weights: dict[str, Tensor] = {}
     for file in files:
         weights.update(load_file(str(file), device='cpu'))

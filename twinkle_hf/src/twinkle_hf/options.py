@@ -37,7 +37,8 @@ def check_options(
     for size, what in _OTHER_BACKEND.items():
         if (getattr(mesh, size) or 1) > 1:
             raise MeshError(
-                f'{size}={getattr(mesh, size)}: TransformersModel has no {what} parallelism. MegatronModel has: pip install twinkle-megatron'
+                f'{size}={getattr(mesh, size)}: TransformersModel has no {what} parallelism. '
+                'MegatronModel has: pip install twinkle-megatron'
             )
     if mesh.world_size > 1:
         raise NotSupportedError(
@@ -51,4 +52,6 @@ def check_options(
     }
     given = [name for name, is_given in later.items() if is_given]
     if given:
-        raise NotSupportedError(f'{", ".join(given)}: only of use with several processes, which this version does not train with.')
+        raise NotSupportedError(
+            f'{", ".join(given)}: only of use with several processes, which this version does not train with.'
+        )

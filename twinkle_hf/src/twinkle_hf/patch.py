@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import NotSupportedError
@@ -10,7 +11,7 @@ from twinkle.patch import Patch
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ['GradientCheckpointingPatch']
+__all__ = ['GradientCheckpointingPatch', 'enable_gradient_checkpointing']
 
 
 class GradientCheckpointingPatch(Patch):
@@ -24,7 +25,16 @@ class GradientCheckpointingPatch(Patch):
     """
 
     def __call__(self, model: nn.Module, **kwargs: Any) -> None:
-        enable = getattr(model, 'gradient_checkpointing_enable', None)
-        if enable is None or not getattr(model, 'supports_gradient_checkpointing', True):
-            raise NotSupportedError(f'{type(model).__name__} has no gradient checkpointing.')
-        enable(gradient_checkpointing_kwargs={'use_reentrant': False, **kwargs})
+        enable_gradient_checkpointing(model, **kwargs)
+
+
+def enable_gradient_checkpointing(model: nn.Module, **kwargs: Any) -> None:
+    """Turn it on, non-reentrant, under whichever of its two names this version of Transformers has."""
+    enable = getattr(model, 'activation_checkpointing_enable', None) or getattr(
+        model, 'gradient_checkpointing_enable', None
+    )
+    if enable is None or not getattr(model, 'supports_gradient_checkpointing', True):
+        raise NotSupportedError(f'{type(model).__name__} has no gradient checkpointing.')
+    options = {'use_reentrant': False, **kwargs}
+    name = next(name for name in inspect.signature(enable).parameters if name.endswith('checkpointing_kwargs'))
+    enable(**{name: options})

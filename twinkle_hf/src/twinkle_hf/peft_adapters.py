@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
+
 from twinkle.errors import AdapterError, CheckpointError, ConfigError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class PeftAdapters:
         config, weights = _read(config_or_dir)
         if self.peft is not None and config.peft_type != self.peft.peft_type:
             raise NotSupportedError(
-                f'Adapter {name!r} is of type {config.peft_type.value}, and this model has {self.peft.peft_type.value} adapters: PEFT '
-                'does not mix types on one model.'
+                f'Adapter {name!r} is of type {_type_name(config.peft_type)}, and this model has '
+                f'{_type_name(self.peft.peft_type)} adapters: PEFT does not mix types on one model.'
             )
         config.inference_mode = False
         frozen = {id(p) for p in self.base.parameters() if not p.requires_grad}
@@ -63,14 +64,18 @@ class PeftAdapters:
         try:
             # Adapters take the dtype of the layers they sit on: PEFT's own cast to fp32 would change it in silence.
             if self.peft is None:
-                self.peft = get_peft_model(self.base, config, adapter_name=name, autocast_adapter_dtype=False)
+                peft = get_peft_model(self.base, config, adapter_name=name, autocast_adapter_dtype=False)
+                assert isinstance(peft, PeftModel)
+                self.peft = peft
             else:
                 self.peft.add_adapter(name, config, autocast_adapter_dtype=False)
             self.peft.set_adapter(name)
             others = {id(p) for pairs in self._trainable.values() for _, p in pairs}
             own = [(n, p) for n, p in self.peft.named_parameters() if p.requires_grad and id(p) not in others]
             if not own:
-                raise ConfigError(f'target_modules={getattr(config, "target_modules", None)!r} match no module of this model.')
+                raise ConfigError(
+                    f'target_modules={getattr(config, "target_modules", None)!r} match no module of this model.'
+                )
             if weights is not None:
                 self._set_weights(name, weights, 'the adapter folder')
         except Exception as error:
@@ -158,9 +163,9 @@ class PeftAdapters:
             for parameter in self.base.parameters():
                 parameter.requires_grad_(id(parameter) not in frozen)
         elif self.peft is not None and self._active is not None:
+            self.peft.set_adapter(self._active)
             if name in self.peft.peft_config:
                 self.peft.delete_adapter(name)
-            self.peft.set_adapter(self._active)
             self._keep_trainable()
 
 
@@ -180,8 +185,14 @@ def _read(config_or_dir: Any) -> tuple[PeftConfig, dict[str, Tensor] | None]:
 def _weights_of(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
-        raise CheckpointError(f'{folder} holds no {WEIGHTS}. Adapters are read from safetensors only; a pickled .bin is never loaded.')
+        raise CheckpointError(
+            f'{folder} holds no {WEIGHTS}. Adapters are read from safetensors only; a pickled .bin is never loaded.'
+        )
     return load_file(str(path), device='cpu')
+
+
+def _type_name(peft_type: Any) -> str:
+    return str(getattr(peft_type, 'value', peft_type))
 
 
 def _some(items: list[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from twinkle.errors import ConfigError, NotSupportedError
 from twinkle.logging import get_logger
 
@@ -64,7 +65,10 @@ class Precision:
         if mixed_precision is None:
             mixed_precision = 'bf16' if has_bf16(device_type) else 'no'
             if mixed_precision == 'no':
-                logger.info('This %s has no bf16 units: mixed_precision is "no" (fp32). Ask for "bf16" to emulate it.', device_type)
+                logger.info(
+                    'This %s has no bf16 units: mixed_precision is "no" (fp32). Ask for "bf16" to emulate it.',
+                    device_type,
+                )
         if mixed_precision == 'fp8':
             _check_fp8(device_type)
         if mixed_precision not in _AUTOCAST:
@@ -121,12 +125,16 @@ def _check_fp8(device_type: str) -> None:
     from importlib.util import find_spec
 
     if device_type != 'cuda' or not torch.cuda.is_available():
-        raise NotSupportedError(f"mixed_precision='fp8' needs an NVIDIA GPU of compute capability 8.9 or later; this is {device_type!r}.")
+        raise NotSupportedError(
+            f"mixed_precision='fp8' needs an NVIDIA GPU of compute capability 8.9 or later; this is {device_type!r}."
+        )
     if torch.cuda.get_device_capability() < (8, 9):
         raise NotSupportedError(
             f"mixed_precision='fp8' needs compute capability 8.9 or later; {torch.cuda.get_device_name()} has "
             f'{".".join(map(str, torch.cuda.get_device_capability()))}.'
         )
     if find_spec('transformer_engine') is None:
-        raise NotSupportedError("mixed_precision='fp8' needs Transformer Engine: pip install transformer-engine[pytorch]")
+        raise NotSupportedError(
+            "mixed_precision='fp8' needs Transformer Engine: pip install transformer-engine[pytorch]"
+        )
     raise NotSupportedError("mixed_precision='fp8' is not offered by this version; use 'bf16'.")

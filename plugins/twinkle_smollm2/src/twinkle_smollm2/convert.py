@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from filelock import FileLock
+
 from twinkle.logging import get_logger
 
 __all__ = ['converted']
@@ -58,7 +59,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     # The weights are plain fp32 now, but the module still says that it is quantised, and would refuse to be saved.
     for name in ('hf_quantizer', 'quantization_method'):
         model.__dict__.pop(name, None)
-    model.is_quantized = False
+    model.is_quantized = False  # type: ignore[assignment]
     model.config.__dict__.pop('quantization_config', None)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -64,7 +64,10 @@ class DataLoader:
         self.device_mesh = device_mesh if device_mesh is not None else default_device_mesh()
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._by_index = hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')
-        self._workers = {'num_workers': num_workers, 'prefetch_factor': prefetch_factor if num_workers else None}
+        self._workers: dict[str, Any] = {
+            'num_workers': num_workers,
+            'prefetch_factor': prefetch_factor if num_workers else None,
+        }
         self._collate = collate_fn or _as_it_is
         self._next_epoch = 0
         self._skip = 0
@@ -87,7 +90,9 @@ class DataLoader:
             if not len(self.dataset):
                 raise DataError('The data set is empty: there is nothing to load.')
             if self.drop_last and len(self.dataset) < size:
-                raise DataError(f'drop_last leaves nothing: the data set has {len(self.dataset)} row(s), a batch {size}.')
+                raise DataError(
+                    f'drop_last leaves nothing: the data set has {len(self.dataset)} row(s), a batch {size}.'
+                )
         elif self.shuffle:
             raise ConfigError('shuffle=True needs a data set with a length; iterable data comes in its own order.')
         elif self._workers['num_workers'] > 1:
@@ -122,7 +127,11 @@ class DataLoader:
 
         It goes by rows, so another batch size than before is fine.
         """
-        if isinstance(consumed_train_samples, bool) or not isinstance(consumed_train_samples, int) or consumed_train_samples < 0:
+        if (
+            isinstance(consumed_train_samples, bool)
+            or not isinstance(consumed_train_samples, int)
+            or consumed_train_samples < 0
+        ):
             raise ConfigError(f'consumed_train_samples={consumed_train_samples!r} must be an integer of at least 0.')
         if self._by_index:
             size = epoch_size(len(self.dataset), self.batch_size, drop_last=self.drop_last)

@@ -49,7 +49,9 @@ class Dataset:
     def add_dataset(self, dataset_meta: DatasetMeta) -> None:
         """Read one more source."""
         if not isinstance(dataset_meta, DatasetMeta):
-            raise ConfigError(f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).')
+            raise ConfigError(
+                f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).'
+            )
         rows = progress(read_rows(dataset_meta), desc=f'Reading {dataset_meta.name}', unit='row')
         table = make_table(rows)
         if not len(table):
@@ -77,7 +79,9 @@ class Dataset:
             raise StateError('There is nothing to mix: add a data set first.')
         if probabilities is not None:
             if len(probabilities) != len(self._tables) or any(p < 0 for p in probabilities):
-                raise ConfigError(f'probabilities={list(probabilities)} must be one per source, and there are {len(self._tables)}.')
+                raise ConfigError(
+                    f'probabilities={list(probabilities)} must be one per source, and there are {len(self._tables)}.'
+                )
             if abs(sum(probabilities) - 1) > 1e-6:
                 raise ConfigError(f'probabilities={list(probabilities)} sum to {sum(probabilities):g}, not 1.')
         if interleave and len(self._tables) > 1:

@@ -35,7 +35,9 @@ class IterableDataset:
     def add_dataset(self, dataset_meta: DatasetMeta) -> None:
         """Put one more source behind those there are."""
         if not isinstance(dataset_meta, DatasetMeta):
-            raise ConfigError(f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).')
+            raise ConfigError(
+                f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).'
+            )
         self._metas.append(dataset_meta)
 
     @remote_function(execute='first')

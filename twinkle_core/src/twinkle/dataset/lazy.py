@@ -40,7 +40,9 @@ class LazyDataset:
     def add_dataset(self, dataset_meta: DatasetMeta) -> None:
         """Read one more source; its rows come behind those there are, and go through the same steps."""
         if not isinstance(dataset_meta, DatasetMeta):
-            raise ConfigError(f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).')
+            raise ConfigError(
+                f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).'
+            )
         rows = list(progress(read_rows(dataset_meta), desc=f'Reading {dataset_meta.name}', unit='row'))
         if not rows:
             raise DataError(f'{dataset_meta.name}: the data set is empty.')

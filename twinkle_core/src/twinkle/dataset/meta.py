@@ -36,11 +36,17 @@ class DatasetMeta:
 
     def __post_init__(self) -> None:
         if self.dataset_id is None or (isinstance(self.dataset_id, str) and not self.dataset_id):
-            raise ConfigError('DatasetMeta needs a dataset_id: a file, a folder, an address, rows, or a function that makes them.')
-        if self.data_slice is not None and (isinstance(self.data_slice, (str, bytes)) or not isinstance(self.data_slice, (slice, Sequence))):
+            raise ConfigError(
+                'DatasetMeta needs a dataset_id: a file, a folder, an address, rows, or a function that makes them.'
+            )
+        if self.data_slice is not None and (
+            isinstance(self.data_slice, (str, bytes)) or not isinstance(self.data_slice, (slice, Sequence))
+        ):
             raise ConfigError(f'data_slice={self.data_slice!r} must be a slice, a range or a list of indices.')
 
     @property
     def name(self) -> str:
         """A short name for messages."""
-        return str(self.dataset_id) if isinstance(self.dataset_id, (str, Path)) else f'<{type(self.dataset_id).__name__}>'
+        return (
+            str(self.dataset_id) if isinstance(self.dataset_id, (str, Path)) else f'<{type(self.dataset_id).__name__}>'
+        )

@@ -91,7 +91,9 @@ def _call(function: Callable[..., Any], row: dict[str, Any], index: int) -> Any:
             raise
         raise type(error)(f'Row {index}: {error}') from error
     except Exception as error:
-        raise DataError(f'Row {index}: {_name(function)} raised {type(error).__name__}: {error} (columns: {sorted(row)})') from error
+        raise DataError(
+            f'Row {index}: {_name(function)} raised {type(error).__name__}: {error} (columns: {sorted(row)})'
+        ) from error
 
 
 def _name(function: Any) -> str:

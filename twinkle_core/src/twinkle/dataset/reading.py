@@ -54,7 +54,7 @@ def drop_nested_none(value: Any, *, top: bool = True) -> Any:
 
 
 def _source(meta: DatasetMeta) -> Iterable[Any]:
-    given = meta.dataset_id
+    given: Any = meta.dataset_id
     if isinstance(given, (str, Path)):
         return _from_path(meta)
     if hasattr(given, 'features') and hasattr(given, 'map'):  # an object of the datasets library
@@ -62,7 +62,9 @@ def _source(meta: DatasetMeta) -> Iterable[Any]:
     if callable(given):
         given = given()
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise DataError(f'dataset_id is {type(meta.dataset_id).__name__}: pass a path, rows, or a function that returns rows.')
+        raise DataError(
+            f'dataset_id is {type(meta.dataset_id).__name__}: pass a path, rows, or a function that returns rows.'
+        )
     return given
 
 
@@ -123,7 +125,11 @@ def _read_table(path: Path) -> Any:
 
 
 def _from_arrow(table: Any) -> Iterator[Any]:
-    batches = (batch.to_pylist() for batch in table.to_batches()) if hasattr(table, 'to_batches') else ([row] for row in table)
+    batches = (
+        (batch.to_pylist() for batch in table.to_batches())
+        if hasattr(table, 'to_batches')
+        else ([row] for row in table)
+    )
     for batch in batches:
         for row in batch:
             yield drop_nested_none(row)
@@ -143,7 +149,9 @@ def _from_json(path: Path) -> list[Any]:
     try:
         rows = json.loads(path.read_text(encoding='utf-8'))
     except json.JSONDecodeError as error:
-        raise DataError(f'{path}, line {error.lineno}: not JSON ({error.msg}). For one row per line name it .jsonl.') from error
+        raise DataError(
+            f'{path}, line {error.lineno}: not JSON ({error.msg}). For one row per line name it .jsonl.'
+        ) from error
     if not isinstance(rows, list):
         raise DataError(f'{path}: holds {type(rows).__name__}; a .json file must hold a list of rows.')
     return rows
@@ -152,5 +160,7 @@ def _from_json(path: Path) -> list[Any]:
 def _checked(rows: Iterable[Any], name: str) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f'{name}: row {index} is {type(row).__name__}; a row is a dictionary, such as {{"messages": [...]}}.')
+            raise DataError(
+                f'{name}: row {index} is {type(row).__name__}; a row is a dictionary, such as {{"messages": [...]}}.'
+            )
         yield dict(row)

@@ -20,10 +20,8 @@ _BARE = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*')
 def cache_folder() -> Path:
     """Where converted and fetched files are kept: `TWINKLE_CACHE`, else the user's cache folder. It is created."""
     given = os.environ.get('TWINKLE_CACHE')
-    if given:
-        folder = Path(given).expanduser()
-    else:
-        folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'twinkle'
+    default = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'twinkle'
+    folder = Path(given).expanduser() if given else default
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -24,7 +24,9 @@ def is_offline() -> bool:
 def _repository(scheme: str, rest: str) -> str:
     """`rest` if it is `org/name`; hub names stay within their own cache."""
     if not _REPOSITORY.fullmatch(rest) or '..' in rest:
-        raise SourceError(f'{scheme}://{rest}: not a repository; write {scheme}://org/name, with @revision behind it if you like.')
+        raise SourceError(
+            f'{scheme}://{rest}: not a repository; write {scheme}://org/name, with @revision behind it if you like.'
+        )
     return rest
 
 
@@ -45,7 +47,11 @@ class HuggingFaceSource(Source):
         repository = _repository('hf', rest)
         try:
             folder = hub.snapshot_download(
-                repository, repo_type=kind, revision=revision, allow_patterns=allow_patterns, local_files_only=is_offline()
+                repository,
+                repo_type=kind,
+                revision=revision,
+                allow_patterns=allow_patterns,
+                local_files_only=is_offline(),
             )
         except Exception as error:
             offline = ' (HF_HUB_OFFLINE is set, so only the local cache was looked at)' if is_offline() else ''

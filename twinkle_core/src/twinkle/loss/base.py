@@ -63,8 +63,14 @@ class FunctionLoss(Loss):
         if isinstance(result, LossOutput):
             return result
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
-            given = f'a tensor of shape {tuple(result.shape)}' if isinstance(result, torch.Tensor) else type(result).__name__
-            raise InvalidPartError(f'The loss {self.describe()} returned {given}; return a scalar tensor or a LossOutput.')
+            given = (
+                f'a tensor of shape {tuple(result.shape)}'
+                if isinstance(result, torch.Tensor)
+                else type(result).__name__
+            )
+            raise InvalidPartError(
+                f'The loss {self.describe()} returned {given}; return a scalar tensor or a LossOutput.'
+            )
         return LossOutput(loss_sum=result.reshape(()), count=1.0)
 
     def describe(self) -> str:

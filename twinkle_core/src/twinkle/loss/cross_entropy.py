@@ -51,9 +51,13 @@ class ChunkedCrossEntropyLoss(Loss):
         logits = outputs['logits'].flatten(0, 1)
         labels = inputs['labels'].flatten()
         weights = inputs.get('loss_weights')
-        weights = [None] * -(-len(labels) // self.chunk_size) if weights is None else weights.flatten().split(self.chunk_size)
+        weights = (
+            [None] * -(-len(labels) // self.chunk_size) if weights is None else weights.flatten().split(self.chunk_size)
+        )
         total: Any = logits.sum() * 0.0 if not len(labels) else 0.0
-        for part, target, weight in zip(logits.split(self.chunk_size), labels.split(self.chunk_size), weights, strict=True):
+        for part, target, weight in zip(
+            logits.split(self.chunk_size), labels.split(self.chunk_size), weights, strict=True
+        ):
             total = total + checkpoint(_nll, part, target, weight, use_reentrant=False)
         return LossOutput(loss_sum=total, count=counted(inputs))
 

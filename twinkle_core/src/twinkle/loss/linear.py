@@ -136,7 +136,13 @@ class _Gradients:
 class _LinearNll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         needed = ctx.needs_input_grad
         gradients = _Gradients(hidden, weight, bias, needed)

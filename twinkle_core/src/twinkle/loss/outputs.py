@@ -31,7 +31,10 @@ def outputs_from_logits(
     if wanted:
         labels_BT = _check_labels(labels_BT, logits_BTV)
         logps, entropies = _token_outputs(
-            logits_BTV.flatten(0, 1), labels_BT.flatten(), with_logps=bool(wanted & {'logps', 'nll'}), with_entropy='entropies' in wanted
+            logits_BTV.flatten(0, 1),
+            labels_BT.flatten(),
+            with_logps=bool(wanted & {'logps', 'nll'}),
+            with_entropy='entropies' in wanted,
         )
         outputs.update(_shaped(wanted, logps, entropies, labels_BT, loss_weights))
     return outputs  # type: ignore[return-value]
@@ -48,25 +51,30 @@ def outputs_from_hidden(
     """The same from the input of a linear head, without logits unless `needs` names them; `hidden_states` too."""
     needs = frozenset(needs)
     if 'logits' in needs:
-        outputs: dict[str, Any] = dict(outputs_from_logits(head(hidden_BTH), labels_BT, needs, loss_weights=loss_weights))
+        outputs: dict[str, Any] = dict(
+            outputs_from_logits(head(hidden_BTH), labels_BT, needs, loss_weights=loss_weights)
+        )
     else:
         outputs = {}
-        hidden_NH = hidden_BTH.flatten(0, 1)
         if needs & {'logps', 'nll', 'entropies'}:
-            labels_BT = _check_labels(labels_BT, hidden_BTH)
-        if needs & {'logps', 'entropies'}:
-            logps, entropies = linear_logps(
-                hidden_NH, head.weight, labels_BT.flatten(), bias=head.bias, with_entropy='entropies' in needs
-            )
-            outputs.update(_shaped(needs, logps, entropies, labels_BT, loss_weights))
-        elif 'nll' in needs:
-            weights = None if loss_weights is None else loss_weights.flatten()
-            outputs['nll'], _ = linear_cross_entropy(
-                hidden_NH, head.weight, labels_BT.flatten(), bias=head.bias, loss_weights_N=weights
-            )
+            outputs.update(_from_linear(hidden_BTH, head, _check_labels(labels_BT, hidden_BTH), needs, loss_weights))
     if 'hidden_states' in needs:
         outputs['hidden_states'] = hidden_BTH
     return outputs  # type: ignore[return-value]
+
+
+def _from_linear(
+    hidden_BTH: Tensor, head: nn.Linear, labels_BT: Tensor, needs: frozenset[str], loss_weights: Tensor | None
+) -> dict[str, Tensor]:
+    hidden_NH, labels_N = hidden_BTH.flatten(0, 1), labels_BT.flatten()
+    if needs & {'logps', 'entropies'}:
+        logps, entropies = linear_logps(
+            hidden_NH, head.weight, labels_N, bias=head.bias, with_entropy='entropies' in needs
+        )
+        return _shaped(needs, logps, entropies, labels_BT, loss_weights)
+    weights = None if loss_weights is None else loss_weights.flatten()
+    nll, _ = linear_cross_entropy(hidden_NH, head.weight, labels_N, bias=head.bias, loss_weights_N=weights)
+    return {'nll': nll}
 
 
 def head_outputs(
@@ -85,7 +93,7 @@ def head_outputs(
         labels_BT = _check_labels(labels_BT, hidden_BTH)
         hidden_NH, labels_N = hidden_BTH.flatten(0, 1), labels_BT.flatten()
 
-        def chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        def chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
             return _token_outputs(head(hidden), labels, with_logps=True, with_entropy='entropies' in needs)
 
         parts = [
@@ -109,7 +117,9 @@ def _token_outputs(
     kept = labels_N != IGNORE_INDEX
     logps = entropies = None
     if with_logps:
-        logps = -torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORE_INDEX, reduction='none')
+        logps = -torch.nn.functional.cross_entropy(
+            logits_NV.float(), labels_N, ignore_index=IGNORE_INDEX, reduction='none'
+        )
     if with_entropy:
         log_p = logits_NV.float().log_softmax(-1)
         entropies = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
@@ -117,7 +127,11 @@ def _token_outputs(
 
 
 def _shaped(
-    needs: frozenset[str], logps: Tensor | None, entropies: Tensor | None, labels_BT: Tensor, loss_weights: Tensor | None
+    needs: frozenset[str],
+    logps: Tensor | None,
+    entropies: Tensor | None,
+    labels_BT: Tensor,
+    loss_weights: Tensor | None,
 ) -> dict[str, Tensor]:
     shaped: dict[str, Tensor] = {}
     if 'logps' in needs and logps is not None:
@@ -134,5 +148,7 @@ def _check_labels(labels_BT: Tensor | None, against: Tensor) -> Tensor:
     if labels_BT is None:
         raise DataError('The inputs have no labels, and what was asked for (nll, logps, entropies) is of labels.')
     if labels_BT.shape != against.shape[:2]:
-        raise DataError(f'labels have shape {tuple(labels_BT.shape)}, the model gave positions of {tuple(against.shape[:2])}.')
+        raise DataError(
+            f'labels have shape {tuple(labels_BT.shape)}, the model gave positions of {tuple(against.shape[:2])}.'
+        )
     return labels_BT

@@ -22,7 +22,9 @@ class LossMetric(Metric):
     """`loss`: the mean over all that was counted, 0.0 if nothing was; `num_tokens`: how much that is."""
 
     def __init__(self) -> None:
-        self.reset()
+        # Tensors are added up where they are, and read once: no synchronisation per micro-batch.
+        self._sum: Tensor | float = 0.0
+        self._count: Tensor | float = 0.0
 
     def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
         if loss is not None:
@@ -37,9 +39,7 @@ class LossMetric(Metric):
         return {'loss': sums['sum'] / count if count else 0.0, 'num_tokens': count}
 
     def reset(self) -> None:
-        # Tensors are added up where they are, and read once: no synchronisation per micro-batch.
-        self._sum: Tensor | float = 0.0
-        self._count: Tensor | float = 0.0
+        self._sum = self._count = 0.0
 
 
 class Accuracy(Metric):
@@ -48,7 +48,8 @@ class Accuracy(Metric):
     requires: ClassVar[frozenset[str]] = frozenset({'logits'})
 
     def __init__(self) -> None:
-        self.reset()
+        self._right: Tensor | float = 0
+        self._count: Tensor | float = 0
 
     def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
         labels = inputs['labels']
@@ -63,8 +64,7 @@ class Accuracy(Metric):
         return {'accuracy': sums['right'] / sums['count'] if sums['count'] else 0.0}
 
     def reset(self) -> None:
-        self._right: Tensor | float = 0
-        self._count: Tensor | float = 0
+        self._right = self._count = 0
 
 
 class TrainMetric(Metric):
@@ -77,7 +77,8 @@ class TrainMetric(Metric):
     def __init__(self) -> None:
         self._start: float | None = None
         self._loss = LossMetric()
-        self.reset()
+        self._tokens: Tensor | float = 0
+        self._since: float | None = None
 
     def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
         now = time.monotonic()
@@ -109,6 +110,6 @@ class TrainMetric(Metric):
         return numbers
 
     def reset(self) -> None:
-        self._tokens: Tensor | float = 0
-        self._since: float | None = None
+        self._tokens = 0
+        self._since = None
         self._loss.reset()

@@ -79,8 +79,16 @@ class AdapterTable:
             )
         state = self._states.get(name)
         if state is None:
-            there = f'there are {self.names}' if self.names else 'no adapter was added; leave adapter_name out to use the base model'
-            hint = ' To run the base model without adapters use forward_only(..., disable_lora=True).' if name == '' else ''
+            there = (
+                f'there are {self.names}'
+                if self.names
+                else 'no adapter was added; leave adapter_name out to use the base model'
+            )
+            hint = (
+                ' To run the base model without adapters use forward_only(..., disable_lora=True).'
+                if name == ''
+                else ''
+            )
             raise UnknownAdapterError(f'Unknown adapter {name!r}: {there}.{hint}')
         return state
 

@@ -170,9 +170,13 @@ class BaseModel(TwinkleModel):
         state = self._state(adapter_name, gradient_accumulation_steps)
         pending = state.pending
         if pending is None or pending.loss is None:
-            raise StateError('backward() needs a loss: call forward(inputs) and calculate_loss() first, or forward_backward().')
+            raise StateError(
+                'backward() needs a loss: call forward(inputs) and calculate_loss() first, or forward_backward().'
+            )
         if not pending.is_training:
-            raise StateError('backward() cannot follow forward_only(), which records no gradients. Call forward() instead.')
+            raise StateError(
+                'backward() cannot follow forward_only(), which records no gradients. Call forward() instead.'
+            )
         self._backward(state, pending.outputs, pending.loss)
 
     @remote_function(dispatch='slice_dp', collect=merge_outputs)
@@ -200,7 +204,13 @@ class BaseModel(TwinkleModel):
         stepping.accumulate(state, loss, outputs.get('aux_loss'), self)
 
     def _needs(
-        self, state: TrainState, batch: Mapping[str, Any], *, is_training: bool, return_logits: bool, with_loss: bool = False
+        self,
+        state: TrainState,
+        batch: Mapping[str, Any],
+        *,
+        is_training: bool,
+        return_logits: bool,
+        with_loss: bool = False,
     ) -> frozenset[str]:
         needs: set[str] = set()
         if 'labels' in batch:
@@ -243,7 +253,13 @@ class BaseModel(TwinkleModel):
         return result
 
     def _update_metrics(
-        self, state: TrainState, batch: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None, *, is_training: bool
+        self,
+        state: TrainState,
+        batch: Mapping[str, Any],
+        outputs: ModelOutput,
+        loss: LossOutput | None,
+        *,
+        is_training: bool,
     ) -> None:
         if 'labels' not in batch:
             return
@@ -309,7 +325,9 @@ class BaseModel(TwinkleModel):
     # -- setting up ------------------------------------------------------------------------------------------------------------
 
     def _new_state(self, adapter_name: str) -> TrainState:
-        state = TrainState(adapter_name, scaler=self._make_scaler(), processor=self._build('input_processors', 'default'))
+        state = TrainState(
+            adapter_name, scaler=self._make_scaler(), processor=self._build('input_processors', 'default')
+        )
         for name in ('loss', 'train'):
             state.train_metrics[name] = self._build('metrics', name)
         state.eval_metrics['loss'] = self._build('metrics', 'loss')
@@ -347,19 +365,27 @@ class BaseModel(TwinkleModel):
             takes_names = getattr(part, 'takes_named_parameters', False)
             part = part(named if takes_names else [parameter for _, parameter in named], **kwargs)
         elif kwargs:
-            raise ConfigError(f'set_optimizer: an optimizer that is built already takes no keywords, got {sorted(kwargs)}.')
+            raise ConfigError(
+                f'set_optimizer: an optimizer that is built already takes no keywords, got {sorted(kwargs)}.'
+            )
         state.optimizer, state.lr_scheduler = part, None
 
     @remote_function(dispatch='all')
-    def set_lr_scheduler(self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+    def set_lr_scheduler(
+        self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
         state = self._adapters.get(adapter_name)
         if state.optimizer is None:
-            raise StateError('set_lr_scheduler() comes after set_optimizer(): a schedule moves an optimizer\'s learning rate.')
+            raise StateError(
+                "set_lr_scheduler() comes after set_optimizer(): a schedule moves an optimizer's learning rate."
+            )
         part = registry.lr_schedulers.resolve(lr_scheduler, backend=self.backend)
         if isinstance(part, type) or not hasattr(part, 'get_last_lr'):
             part = part(state.optimizer, **kwargs)
         elif kwargs:
-            raise ConfigError(f'set_lr_scheduler: a schedule that is built already takes no keywords, got {sorted(kwargs)}.')
+            raise ConfigError(
+                f'set_lr_scheduler: a schedule that is built already takes no keywords, got {sorted(kwargs)}.'
+            )
         elif part.optimizer is not state.optimizer:
             raise ConfigError('set_lr_scheduler: this schedule moves another optimizer than the one set on the model.')
         state.lr_scheduler = part
@@ -410,7 +436,9 @@ class BaseModel(TwinkleModel):
             self._replace_module(patched)
 
     def _replace_module(self, module: nn.Module) -> None:
-        raise NotSupportedError(f'{type(self).__name__} takes patches that change the module in place only; this one returned another.')
+        raise NotSupportedError(
+            f'{type(self).__name__} takes patches that change the module in place only; this one returned another.'
+        )
 
     @remote_function(dispatch='all', collect='first')
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
@@ -492,5 +520,7 @@ def _can_evaluate(loss: Loss | None, batch: Mapping[str, Any], kwargs: Mapping[s
 
 def _check_norm(max_grad_norm: float) -> float:
     if not max_grad_norm > 0:
-        raise ConfigError(f'max_grad_norm={max_grad_norm!r} must be above 0 (use float("inf") to measure without clipping).')
+        raise ConfigError(
+            f'max_grad_norm={max_grad_norm!r} must be above 0 (use float("inf") to measure without clipping).'
+        )
     return max_grad_norm

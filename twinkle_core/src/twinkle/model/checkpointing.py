@@ -114,7 +114,9 @@ def _restore(state: TrainState, kept: dict[str, Any]) -> None:
     for name in ('optimizer', 'lr_scheduler', 'scaler'):
         if name in kept:
             getattr(state, name).load_state_dict(kept[name])
-    for parameter in (p for group in (state.optimizer.param_groups if state.optimizer else []) for p in group['params']):
+    for parameter in (
+        p for group in (state.optimizer.param_groups if state.optimizer else []) for p in group['params']
+    ):
         parameter.grad = None
     state.skipped_steps = kept['skipped_steps']
     state.schedule_due = kept['schedule_due']

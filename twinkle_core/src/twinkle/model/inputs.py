@@ -39,7 +39,9 @@ def prepare_inputs(state: TrainState, inputs: Any, device: torch.device) -> dict
         raise DataError('inputs is empty: there is no row to run. Skip empty batches, or use drop_last=True.')
     features = [feature for index, row in enumerate(rows) for feature in _features(state, row, index)]
     if not features:
-        raise DataError(f'The template dropped all {len(rows)} rows of this batch (truncation="delete"); raise max_length.')
+        raise DataError(
+            f'The template dropped all {len(rows)} rows of this batch (truncation="delete"); raise max_length.'
+        )
     return dict(state.processor(features, device=device))
 
 

@@ -42,6 +42,8 @@ def _right_padded(tensors: list[Any]) -> list[Any]:
 
     longest = max(t.shape[1] for t in tensors)
     return [
-        t if t.shape[1] == longest else torch.cat([t, t.new_zeros(t.shape[0], longest - t.shape[1], *t.shape[2:])], dim=1)
+        t
+        if t.shape[1] == longest
+        else torch.cat([t, t.new_zeros(t.shape[0], longest - t.shape[1], *t.shape[2:])], dim=1)
         for t in tensors
     ]

@@ -147,7 +147,9 @@ class TwinkleModel(ABC):
         """Choose the optimizer: a name, class or instance. Keywords go to its constructor."""
 
     @abstractmethod
-    def set_lr_scheduler(self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
+    def set_lr_scheduler(
+        self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
         """Choose the learning-rate schedule: a name, class or instance. Counts optimizer steps."""
 
     @abstractmethod
@@ -183,7 +185,16 @@ class TwinkleModel(ABC):
         """The adapter's weights (PEFT's names), or all weights when there is no adapter, whole and on the CPU."""
 
     @abstractmethod
-    def save(self, name: str | None = None, output_dir: str | Path = 'output', **kwargs: Any) -> str:
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | Path = 'output',
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        keep_last: int | None = None,
+    ) -> str:
         """Write weights (and with `save_optimizer=True` all training state) to `output_dir/name`; returns that folder."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ laid out comes from the backend through `GradientOps`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 

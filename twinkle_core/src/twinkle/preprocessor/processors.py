@@ -46,7 +46,9 @@ class SelfCognitionProcessor(Preprocessor):
 
     def __init__(self, name: str, author: str) -> None:
         if not name or not author:
-            raise ConfigError(f'SelfCognitionProcessor needs a name and an author, got name={name!r}, author={author!r}.')
+            raise ConfigError(
+                f'SelfCognitionProcessor needs a name and an author, got name={name!r}, author={author!r}.'
+            )
         self.name, self.author = name, author
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,10 +58,14 @@ class SelfCognitionProcessor(Preprocessor):
         elif 'query' in row and 'response' in row:
             messages = [{'role': 'user', 'content': row['query']}, {'role': 'assistant', 'content': row['response']}]
         else:
-            raise DataError(f'SelfCognitionProcessor: the row has no messages, and no query and response (columns: {sorted(row)}).')
+            raise DataError(
+                f'SelfCognitionProcessor: the row has no messages, and no query and response (columns: {sorted(row)}).'
+            )
         for message in messages:
             if isinstance(message.get('content'), str):
-                message['content'] = message['content'].replace('{{NAME}}', self.name).replace('{{AUTHOR}}', self.author)
+                message['content'] = (
+                    message['content'].replace('{{NAME}}', self.name).replace('{{AUTHOR}}', self.author)
+                )
         return {'messages': messages, **rest}
 
 

@@ -4,4 +4,12 @@ from twinkle.runtime.executor import Executor, LocalExecutor
 from twinkle.runtime.run import Runtime, default_device_mesh, initialize, seed_everything
 from twinkle.runtime.state import get_runtime
 
-__all__ = ['Executor', 'LocalExecutor', 'Runtime', 'default_device_mesh', 'get_runtime', 'initialize', 'seed_everything']
+__all__ = [
+    'Executor',
+    'LocalExecutor',
+    'Runtime',
+    'default_device_mesh',
+    'get_runtime',
+    'initialize',
+    'seed_everything',
+]

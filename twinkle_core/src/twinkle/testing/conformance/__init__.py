@@ -1,0 +1,1 @@
+"""The protocol as tests. Run by `pytest --pyargs twinkle.testing.conformance --twinkle-model MODULE:NAME`."""
