@@ -40,7 +40,8 @@ def save(
             f'{state.window.length} micro-batches done): gradients are not part of a checkpoint. Save after '
             'clip_grad_and_step() at a boundary, close the window with clip_grad_and_step(flush=True), or save weights only.'
         )
-    with store.commit_checkpoint(Path(output_dir), name or f'checkpoint-{state.step}', keep_last=keep_last) as folder:
+    name = f'checkpoint-{state.step}' if name is None else name
+    with store.commit_checkpoint(Path(output_dir), name, keep_last=keep_last) as folder:
         export_weights(folder, state.adapter_name)
         store.write_trainer_state(
             folder,
@@ -54,7 +55,7 @@ def save(
         if save_optimizer:
             store.save_state(folder, _OPTIMIZER, _training_state(state))
             store.save_state(folder, _RNG, store.rng_state())
-    return str(store.checkpoint_path(Path(output_dir), name or f'checkpoint-{state.step}'))
+    return str(store.checkpoint_path(Path(output_dir), name))
 
 
 def resume(

@@ -110,7 +110,9 @@ def test_a_taken_adapter_name_is_refused(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize('name', ['', 'a.b', 'a/b', '../a'])
-def test_adapter_names_that_cannot_be_part_of_a_path_are_refused(subject: Subject, model: TwinkleModel, name: str) -> None:
+def test_adapter_names_that_cannot_be_part_of_a_path_are_refused(
+    subject: Subject, model: TwinkleModel, name: str
+) -> None:
     """An adapter's name becomes part of parameter and file names."""
     with pytest.raises(NameNotAllowedError):
         model.add_adapter_to_model(name, subject.adapter())

@@ -78,7 +78,9 @@ def test_padding_changes_nothing(subject: Subject, model: TwinkleModel) -> None:
     rows = sorted(subject.rows(6), key=lambda row: len(row['input_ids']))
     short, long = rows[0], rows[-1]
     length = len(short['input_ids'])
-    assert close(model.forward_only([short, long])['logits'][0, :length], model.forward_only([short])['logits'][0], 1e-5)
+    assert close(
+        model.forward_only([short, long])['logits'][0, :length], model.forward_only([short])['logits'][0], 1e-5
+    )
 
 
 def test_the_state_dict_is_a_copy_on_the_cpu(subject: Subject, model: TwinkleModel) -> None:

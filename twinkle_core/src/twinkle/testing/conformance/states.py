@@ -237,9 +237,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(subject: Subject) -> Non
         subject.set_halving(model)
     straight, resumed = models
     steps(straight, range(2))
-    folder = straight.save(
-        'last', output_dir=subject.shared('out'), save_optimizer=True, consumed_train_samples=6
-    )
+    folder = straight.save('last', output_dir=subject.shared('out'), save_optimizer=True, consumed_train_samples=6)
     subject.barrier()
     steps(straight, range(2, 4))
     progress = resumed.resume_from_checkpoint(folder)
