@@ -31,7 +31,9 @@ def local_rank() -> int:
 def _process_group() -> Any:
     """`torch.distributed` if a program started it, which may be without these variables. Nothing is imported for it."""
     distributed = sys.modules.get('torch.distributed')
-    return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+    return (
+        distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+    )
 
 
 def _read(name: str, default: int) -> int:
@@ -43,5 +45,7 @@ def _read(name: str, default: int) -> int:
     except ValueError:
         number = -1
     if number < (1 if name == 'WORLD_SIZE' else 0):
-        raise ConfigError(f'The environment variable {name}={text!r} is no such number. torchrun sets it; otherwise unset it.')
+        raise ConfigError(
+            f'The environment variable {name}={text!r} is no such number. torchrun sets it; otherwise unset it.'
+        )
     return number

@@ -10,14 +10,11 @@ import os
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
-__all__ = ['get_logger', 'progress', 'rank', 'rank_zero']
+from twinkle.launcher import rank, world_size
+
+__all__ = ['get_logger', 'progress', 'rank_zero']
 
 T = TypeVar('T')
-
-
-def rank() -> int:
-    """This process's rank among those that were launched together; 0 without a launcher."""
-    return int(os.environ.get('RANK', '0'))
 
 
 def rank_zero() -> bool:
@@ -29,7 +26,7 @@ class _RankAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Puts the rank before a message where there are several ranks."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return (f'[rank {rank()}] {msg}' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else msg), kwargs
+        return (f'[rank {rank()}] {msg}' if world_size() > 1 else msg), kwargs
 
 
 def get_logger(name: str = 'twinkle') -> logging.LoggerAdapter[logging.Logger]:

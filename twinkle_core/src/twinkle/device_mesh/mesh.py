@@ -19,7 +19,7 @@ from twinkle.errors import MeshError
 from twinkle.launcher import rank as this_rank
 from twinkle.launcher import world_size as running
 
-__all__ = ['DeviceMesh', 'default_device_mesh']
+__all__ = ['DeviceMesh', 'default_device_mesh', 'even_slice']
 
 _NAMES = ('world', *DIMS, 'ulysses', *EXPERT_DIMS, 'vpp')
 _VIEWS = (*DIMS, 'ulysses', 'data', 'model', *EXPERT_DIMS)
@@ -105,22 +105,20 @@ class DeviceMesh:
     # -- where a rank stands -------------------------------------------------------------------------------------------
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """The rank's index along every dimension and view, by name; `rank` left out is this process."""
+        """The rank's index along every dimension (ulysses, experts and data included), by name; `rank` left out is this process."""
         left = self._check_rank(rank)
         place = {}
         for dim in reversed(DIMS):
             left, place[dim] = divmod(left, self._size(dim))
         outer = place['fsdp'] * self.dp_size + place['dp']
         place['data'], place['ulysses'] = divmod(outer, self.ulysses_size)
-        place['model'] = ((place['pp'] * self.ulysses_size + place['ulysses']) * self.cp_size + place['cp']) * self.tp_size
-        place['model'] += place['tp']
         left = (outer * self.cp_size + place['cp']) * self.tp_size + place['tp']  # the index within the pipeline stage
         for dim in reversed(EXPERT_DIMS):
             left, place[dim] = divmod(left, self._size(dim))
         return place
 
     def peers(self, dim: str, rank: int | None = None) -> list[int]:
-        """The ranks that differ from this one along `dim` only, itself included, in the order of `dim`.
+        """The ranks that differ from this one along `dim` only, itself included, in order.
 
         `dim` is one of fsdp, pp, dp, cp, tp, ulysses, ep_fsdp, ep, etp; `data` (the same place in every data rank: those that read
         other rows); or `model` (all that read the same rows).

@@ -33,7 +33,9 @@ class DeviceGroup:
     def __init__(self, name: str, ranks: int | Iterable[int], device_type: str = 'cpu') -> None:
         if not isinstance(name, str) or not name:
             raise MeshError(f'A DeviceGroup needs a name, got {name!r}.')
-        numbers = tuple(range(ranks)) if isinstance(ranks, int) and not isinstance(ranks, bool) else _as_tuple(name, ranks)
+        numbers = (
+            tuple(range(ranks)) if isinstance(ranks, int) and not isinstance(ranks, bool) else _as_tuple(name, ranks)
+        )
         wrong = [rank for rank in numbers if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0]
         if not numbers or wrong or len(set(numbers)) != len(numbers):
             raise MeshError(f'DeviceGroup {name!r}: ranks={ranks!r} must be one or more different integers from 0 on.')

@@ -72,7 +72,9 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
             'they must be equal. DeviceMesh.from_sizes() fills in ep_fsdp_size.'
         )
     if sizes['vpp'] > 1 and sizes['pp'] == 1:
-        raise MeshError(f'vpp_size={sizes["vpp"]} divides the stages of a pipeline, and pp_size=1 is none. Set pp_size.')
+        raise MeshError(
+            f'vpp_size={sizes["vpp"]} divides the stages of a pipeline, and pp_size=1 is none. Set pp_size.'
+        )
 
 
 def check_device_type(device_type: object) -> None:

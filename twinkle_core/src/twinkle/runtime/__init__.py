@@ -1,8 +1,11 @@
 """The runtime of a process: `initialize` starts a run, executors carry out remote classes."""
 
+from twinkle.current import get_runtime
+from twinkle.device_mesh import default_device_mesh
 from twinkle.runtime.executor import Executor, LocalExecutor
-from twinkle.runtime.run import Runtime, default_device_mesh, initialize, seed_everything
-from twinkle.runtime.state import get_runtime
+from twinkle.runtime.run import Runtime
+from twinkle.runtime.seeds import seed_everything
+from twinkle.runtime.start import initialize, shutdown
 
 __all__ = [
     'Executor',
@@ -12,4 +15,5 @@ __all__ = [
     'get_runtime',
     'initialize',
     'seed_everything',
+    'shutdown',
 ]
