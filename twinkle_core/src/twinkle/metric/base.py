@@ -31,6 +31,9 @@ class Metric(ABC):
 
     requires: ClassVar[frozenset[str]] = frozenset()
 
+    def begin(self) -> None:  # noqa: B027 - most metrics have nothing to do here
+        """A micro-batch is about to run."""
+
     @abstractmethod
     def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
         """Take in one micro-batch. `loss` is None where none was computed."""

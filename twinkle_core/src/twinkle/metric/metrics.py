@@ -70,7 +70,8 @@ class Accuracy(Metric):
 class TrainMetric(Metric):
     """Numbers of a run: `step`, `lr` (of the first group), `grad_norm`, `perplexity`, `tokens_per_second`, `elapsed` (seconds).
 
-    `tokens_per_second` counts every token that is not padding, over all ranks, since the last report; `elapsed` runs from the
+    `tokens_per_second` counts every token that is not padding, over all ranks, from the first micro-batch since the last report to this
+    one, optimizer steps included; `elapsed` runs from the
     first micro-batch on.
     """
 
@@ -80,10 +81,12 @@ class TrainMetric(Metric):
         self._tokens: Tensor | float = 0
         self._since: float | None = None
 
-    def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
+    def begin(self) -> None:
         now = time.monotonic()
         self._start = now if self._start is None else self._start
         self._since = now if self._since is None else self._since
+
+    def update(self, inputs: Mapping[str, Any], outputs: ModelOutput, loss: LossOutput | None) -> None:
         self._loss.update(inputs, outputs, loss)
         mask = inputs.get('attention_mask')
         if mask is not None:

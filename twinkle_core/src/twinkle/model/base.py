@@ -122,8 +122,7 @@ class BaseModel(TwinkleModel):
         self._refuse('forward')
         self._no_unknown('forward', kwargs)
         state = self._adapters.get(adapter_name)
-        state.pending = None
-        batch = prepare_inputs(state, inputs, self.device)
+        batch = self._begin(state, inputs)
         needs = self._needs(state, batch, is_training=True, return_logits=return_logits)
         outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
         state.pending = PendingForward(batch, outputs)
@@ -190,14 +189,20 @@ class BaseModel(TwinkleModel):
         **kwargs: Any,
     ) -> ModelOutput:
         state = self._state(adapter_name, gradient_accumulation_steps)
-        state.pending = None
-        batch = prepare_inputs(state, inputs, self.device)
+        batch = self._begin(state, inputs)
         needs = self._needs(state, batch, is_training=True, return_logits=return_logits, with_loss=True)
         outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
         loss = self._loss_of(state, batch, outputs, kwargs)
         self._backward(state, outputs, loss)
         self._update_metrics(state, batch, outputs, loss, is_training=True)
         return _with_loss({'logits': outputs['logits'].detach()} if return_logits else {}, loss)
+
+    def _begin(self, state: TrainState, inputs: Any) -> dict[str, Any]:
+        """Start a training micro-batch: what was pending is dropped, metrics take the time, inputs become tensors."""
+        state.pending = None
+        for metric in state.train_metrics.values():
+            metric.begin()
+        return prepare_inputs(state, inputs, self.device)
 
     def _backward(self, state: TrainState, outputs: ModelOutput, loss: LossOutput) -> None:
         state.pending = None
