@@ -58,7 +58,8 @@ def accumulate(state: TrainState, loss: LossOutput, aux_loss: Tensor | None, ops
             'After clip_grad_norm() or step(), finish with step() and zero_grad(), or use clip_grad_and_step() for all of it.'
         )
     if window.constant is None:
-        window.constant = _window_constant(loss.count)
+        # The first micro-batch's count, over all ranks: the same on each, it can be undone after gradients are summed over ranks.
+        window.constant = ops.sum_over_data(torch.as_tensor(loss.count).detach()).clamp(min=1)
     total = loss.loss_sum / window.constant
     if state.scaler is not None:
         total = state.scaler.scale(total)
@@ -129,11 +130,6 @@ def zero(state: TrainState, ops: GradientOps) -> None:
     for parameter in ops.trainable_parameters(state.adapter_name):
         parameter.grad = None
     state.window = state.window.next()
-
-
-def _window_constant(count: Tensor | float) -> Tensor | float:
-    """The first micro-batch's count, but at least 1."""
-    return count.detach().clamp(min=1) if isinstance(count, torch.Tensor) else max(float(count), 1.0)
 
 
 def _accumulate_aux(window: AccumulationWindow, aux_loss: Tensor, parameters: Sequence[Parameter]) -> None:

@@ -13,7 +13,6 @@ import pytest
 __all__: list[str] = []
 
 _RULES = Path(__file__).with_name('conformance')
-_TIMEOUT = 120.0  # seconds that a rank waits for another; a rule takes less than one
 
 pytest.register_assert_rewrite('twinkle.testing.conformance')
 
@@ -73,12 +72,17 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Mod
     """The kit's rules are tests whatever `python_files` says."""
     if file_path.parent != _RULES or file_path.suffix != '.py' or file_path.name.startswith(('_', 'conftest')):
         return None
-    if not parent.config.getoption('--twinkle-model'):
-        raise pytest.UsageError(
-            'The conformance kit needs the model to test: --twinkle-model MODULE:NAME, for example --twinkle-model my_pkg:MyModel.'
-        )
     module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
     return module
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One line instead of an error per rule, where no model was given."""
+    if not config.getoption('--twinkle-model') and any(item.path.parent == _RULES for item in items):
+        raise pytest.UsageError(
+            'the conformance kit needs the model to test: --twinkle-model MODULE:NAME, for example '
+            '--twinkle-model my_pkg:MyModel'
+        )
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,6 +18,7 @@ import inspect
 import os
 import random
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,19 +46,20 @@ class Subject:
     def __init__(self, spec: str, folder: Path) -> None:
         self.target = _load(spec)
         self.folder = folder
+        self._count = 0
         self.rank = int(os.environ.get('RANK', '0'))
         self.ranks = int(os.environ.get('WORLD_SIZE', '1'))
 
-    @property
+    @cached_property
     def cannot(self) -> Mapping[str, str]:
-        """Methods that the backend declares it cannot carry out, with the reasons."""
-        return getattr(self.target, 'cannot', {})
+        """Methods that the backend declares it cannot carry out (here: an instance may add to its class), with the reasons."""
+        return getattr(self.model(), 'cannot', {})
 
     def model(self) -> TwinkleModel:
         """A new model, always with the same weights."""
         if hasattr(self.target, 'conformance_model'):
             return self.target.conformance_model(self._own('model'))  # type: ignore[no-any-return]
-        constructor = self.target.__init__ if isinstance(self.target, type) else self.target
+        constructor: Any = self.target.__init__ if isinstance(self.target, type) else self.target  # type: ignore[misc]
         keywords = {'mixed_precision': 'no'} if 'mixed_precision' in inspect.signature(constructor).parameters else {}
         return self.target(model_id=str(self._llama()), **keywords)  # type: ignore[no-any-return]
 
@@ -90,7 +92,7 @@ class Subject:
 
     def shared(self, name: str) -> Path:
         """A new folder that all ranks name alike, for what `save` writes."""
-        self._count = getattr(self, '_count', 0) + 1
+        self._count += 1
         return self.folder / f'{self._count}-{name}'
 
     def barrier(self) -> None:

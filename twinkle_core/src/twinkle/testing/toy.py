@@ -139,7 +139,8 @@ class ToyModel(BaseModel):
         self._no_unknown('add_adapter_to_model', kwargs)
         if isinstance(config_or_dir, (str, Path)):
             weights = _read(Path(config_or_dir))
-            adapter = ToyAdapter(*weights['down_HR'].shape, seed=0)
+            hidden_size, rank = weights['down_HR'].shape
+            adapter = ToyAdapter(hidden_size, rank, seed=0)
             _put(adapter, weights, Path(config_or_dir))
         elif isinstance(config_or_dir, dict) and config_or_dir.keys() == {'rank', 'seed'}:
             adapter = ToyAdapter(self._module.head.in_features, **config_or_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ _TIMEOUT = 120.0  # seconds that a rank waits for another; a rule takes less tha
 
 
 @pytest.fixture(scope='session')
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """The backend under test; with several ranks their process group is up."""
     folder = request.config.getoption('--twinkle-folder')
     try:
@@ -34,7 +33,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
         if get_runtime() is None:
             initialize(timeout=_TIMEOUT)
-    yield found
+    return found
 
 
 @pytest.fixture(autouse=True)

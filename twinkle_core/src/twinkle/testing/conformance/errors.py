@@ -30,7 +30,7 @@ def _arguments(subject: Subject, method: str) -> tuple[Any, ...]:
     if method in ('forward', 'forward_only', 'forward_backward'):
         return (subject.rows(2),)
     if method == 'add_adapter_to_model':
-        return ('a', subject.adapter())
+        return ('foo', subject.adapter())
     return {
         'add_metric': ('loss',),
         'apply_patch': (lambda module: None,),
@@ -163,8 +163,8 @@ def test_training_state_within_a_window_names_flush(subject: Subject) -> None:
     model.forward_backward(subject.rows(1), gradient_accumulation_steps=2)
     try:
         model.save('last', output_dir=subject.shared('out'), save_optimizer=True)
+        refusal = 'flush'
     except StateError as error:
-        assert 'flush' in str(error)
-    else:
-        subject.barrier()
+        refusal = str(error)
+    assert 'flush' in refusal
     model.save('weights', output_dir=subject.shared('out'))

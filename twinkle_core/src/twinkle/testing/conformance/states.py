@@ -117,12 +117,12 @@ def test_an_error_in_the_module_leaves_its_mode(subject: Subject) -> None:
 def test_outputs_differ_by_adapter(subject: Subject) -> None:
     """Two adapters give different logits, each the same as when it is the only one, whatever was called before."""
     rows = subject.rows(2)
-    model = subject.with_adapters('a', 'b')
-    logits = {name: model.forward_only(rows, adapter_name=name)['logits'] for name in ('a', 'b')}
-    assert not close(logits['a'], logits['b'], 1e-3)
-    assert close(model.forward_only(rows, adapter_name='a')['logits'], logits['a'], 1e-5)
-    alone = subject.with_adapters('a')
-    assert close(alone.forward_only(rows)['logits'], logits['a'], 1e-5)
+    model = subject.with_adapters('foo', 'bar')
+    logits = {name: model.forward_only(rows, adapter_name=name)['logits'] for name in ('foo', 'bar')}
+    assert not close(logits['foo'], logits['bar'], 1e-3)
+    assert close(model.forward_only(rows, adapter_name='foo')['logits'], logits['foo'], 1e-5)
+    alone = subject.with_adapters('foo')
+    assert close(alone.forward_only(rows)['logits'], logits['foo'], 1e-5)
 
 
 @needs('forward_only')
@@ -130,7 +130,7 @@ def test_the_base_model_can_be_run_without_its_adapter(subject: Subject, model: 
     """`disable_lora=True` gives the logits of the model before it had an adapter."""
     rows = subject.rows(2)
     base = model.forward_only(rows)['logits']
-    adapted = subject.with_adapters('a')
+    adapted = subject.with_adapters('foo')
     assert not close(adapted.forward_only(rows)['logits'], base, 1e-3)
     assert close(adapted.forward_only(rows, disable_lora=True)['logits'], base, 1e-5)
     assert not close(adapted.forward_only(rows)['logits'], base, 1e-3)
@@ -138,36 +138,36 @@ def test_the_base_model_can_be_run_without_its_adapter(subject: Subject, model: 
 
 @pytest.mark.parametrize('optimizer', ['sgd', 'default'])
 def test_interleaved_adapters_do_not_disturb_each_other(subject: Subject, optimizer: str) -> None:
-    """fb(a) fb(b) step(a): b's weights stay, and a moves exactly as it does when it trains alone."""
-    together, alone = subject.with_adapters('a', 'b'), subject.with_adapters('a', 'b')
+    """fb(foo) fb(bar) step(foo): bar's weights stay, and foo moves exactly as it does when it trains alone."""
+    together, alone = subject.with_adapters('foo', 'bar'), subject.with_adapters('foo', 'bar')
     for model in (together, alone):
-        for name in ('a', 'b'):
+        for name in ('foo', 'bar'):
             if optimizer == 'sgd':
                 subject.set_sgd(model, LR, name)
             else:
                 model.set_optimizer('default', adapter_name=name, lr=1e-2)
     for step in range(3):
         for model in (together, alone):
-            model.forward_backward(subject.rows(2, seed=step), adapter_name='a')
-        together.forward_backward(subject.rows(3, seed=10 + step), adapter_name='b', gradient_accumulation_steps=9)
-        before = weights(together, 'b')
+            model.forward_backward(subject.rows(2, seed=step), adapter_name='foo')
+        together.forward_backward(subject.rows(3, seed=10 + step), adapter_name='bar', gradient_accumulation_steps=9)
+        before = weights(together, 'bar')
         for model in (together, alone):
-            model.clip_grad_and_step(adapter_name='a', flush=True)
-        assert same(before, weights(together, 'b'))
-    assert close(flat(together, 'a'), flat(alone, 'a'), 1e-6)
-    assert same(weights(alone, 'b'), weights(subject.with_adapters('a', 'b'), 'b'))
+            model.clip_grad_and_step(adapter_name='foo', flush=True)
+        assert same(before, weights(together, 'bar'))
+    assert close(flat(together, 'foo'), flat(alone, 'foo'), 1e-6)
+    assert same(weights(alone, 'bar'), weights(subject.with_adapters('foo', 'bar'), 'bar'))
 
 
 def test_a_context_says_which_adapter_is_meant(subject: Subject) -> None:
     """Within `adapter(name)` an omitted name is that adapter; contexts nest, and end where they end."""
-    model = subject.with_adapters('a', 'b')
-    a, b = weights(model, 'a'), weights(model, 'b')
+    model = subject.with_adapters('foo', 'bar')
+    a, b = weights(model, 'foo'), weights(model, 'bar')
     assert not same(a, b)
-    with model.adapter('a'):
+    with model.adapter('foo'):
         assert same(weights(model), a)
-        with model.adapter('b'):
+        with model.adapter('bar'):
             assert same(weights(model), b)
-            assert same(weights(model, 'a'), a)
+            assert same(weights(model, 'foo'), a)
         assert same(weights(model), a)
     with pytest.raises(UnknownAdapterError):
         weights(model)
@@ -175,8 +175,8 @@ def test_a_context_says_which_adapter_is_meant(subject: Subject) -> None:
 
 def test_an_exception_ends_a_context(subject: Subject) -> None:
     """After an exception within `adapter(name)` an omitted name means what it meant before."""
-    model = subject.with_adapters('a', 'b')
-    with pytest.raises(Interruption), model.adapter('b'):
+    model = subject.with_adapters('foo', 'bar')
+    with pytest.raises(Interruption), model.adapter('bar'):
         raise Interruption
     with pytest.raises(UnknownAdapterError):
         weights(model)
@@ -201,14 +201,14 @@ def test_saved_weights_come_back(subject: Subject) -> None:
 @needs('save', 'load')
 def test_an_adapter_is_saved_and_loaded_alone(subject: Subject) -> None:
     """Saving one of two adapters and loading it elsewhere touches that one only."""
-    model, other = subject.with_adapters('a', 'ab'), subject.with_adapters('x', 'a')
-    kept = weights(other, 'x')
-    folder = model.save('last', output_dir=subject.shared('out'), adapter_name='a')
+    model, other = subject.with_adapters('foo', 'foobar'), subject.with_adapters('other', 'foo')
+    kept = weights(other, 'other')
+    folder = model.save('last', output_dir=subject.shared('out'), adapter_name='foo')
     subject.barrier()
-    assert not same(weights(other, 'a'), weights(model, 'a'))
-    other.load(folder, adapter_name='a')
-    assert same(weights(other, 'a'), weights(model, 'a'))
-    assert same(weights(other, 'x'), kept)
+    assert not same(weights(other, 'foo'), weights(model, 'foo'))
+    other.load(folder, adapter_name='foo')
+    assert same(weights(other, 'foo'), weights(model, 'foo'))
+    assert same(weights(other, 'other'), kept)
 
 
 @needs('load')
