@@ -12,6 +12,7 @@ A data rank is one set of ranks that read the same rows: its tensor, context, pi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from twinkle.current import get_runtime
 from twinkle.device_mesh.sizes import DIMS, EXPERT_DIMS, check_device_type, check_sizes, fill_sizes
@@ -123,17 +124,11 @@ class DeviceMesh:
         `dim` is one of fsdp, pp, dp, cp, tp, ulysses, ep_fsdp, ep, etp; `data` (the same place in every data rank: those that read
         other rows); or `model` (all that read the same rows).
         """
-        rank = self._check_rank(rank)
-        return next(group for group in self.groups(dim) if rank in group)
+        return list(_grouped(self, dim)[self._check_rank(rank)])
 
     def groups(self, dim: str) -> list[list[int]]:
         """Every group of peers along `dim`; together they hold each rank once."""
-        if dim not in _VIEWS:
-            raise MeshError(f'Unknown dimension {dim!r}: there are {", ".join(_VIEWS)}.')
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            found.setdefault(_in_common(dim, self.coordinates(rank)), []).append(rank)
-        return list(found.values())
+        return [list(group) for group in dict.fromkeys(_grouped(self, dim))]
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -203,6 +198,19 @@ def even_slice(total: int, index: int, n: int) -> slice:
     each, extra = divmod(total, n)
     start = index * each + min(index, extra)
     return slice(start, start + each + (index < extra))
+
+
+@lru_cache(maxsize=64)
+def _grouped(mesh: DeviceMesh, dim: str) -> tuple[tuple[int, ...], ...]:
+    """The peers of every rank, by rank."""
+    if dim not in _VIEWS:
+        raise MeshError(f'Unknown dimension {dim!r}: there are {", ".join(_VIEWS)}.')
+    shared = [_in_common(dim, mesh.coordinates(rank)) for rank in range(mesh.world_size)]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, key in enumerate(shared):
+        found.setdefault(key, []).append(rank)
+    groups = {key: tuple(group) for key, group in found.items()}
+    return tuple(groups[key] for key in shared)
 
 
 def _in_common(dim: str, place: dict[str, int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -49,12 +50,13 @@ def join_processes(mesh: DeviceMesh, device: str, timeout: datetime.timedelta) -
     Raises:
         ConfigError: the launcher's environment variables are incomplete.
     """
-    import torch.distributed as dist
-
-    if not dist.is_available() or dist.is_initialized() or (world_size() == 1 and not dist.is_torchelastic_launched()):
+    if world_size() == 1 and 'TORCHELASTIC_RUN_ID' not in os.environ:  # torchrun of one process is launched too
         return None
     import torch
+    import torch.distributed as dist
 
+    if dist.is_initialized():
+        return None
     try:
         dist.init_process_group(
             _BACKENDS[mesh.device_type], timeout=timeout, device_id=None if device == 'cpu' else torch.device(device)

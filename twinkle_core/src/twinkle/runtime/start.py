@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ __all__ = ['initialize', 'shutdown']
 logger = get_logger('twinkle.runtime')
 
 _TIMEOUT = datetime.timedelta(minutes=30)
+_LONGEST = datetime.timedelta(days=365).total_seconds()
 
 
 def initialize(
@@ -146,11 +146,13 @@ def _build_trackers(trackers: Sequence[Any], output_dir: str | Path | None) -> l
 def _as_timedelta(timeout: Any) -> datetime.timedelta:
     if timeout is None:
         return _TIMEOUT
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and math.isfinite(timeout):
-        timeout = datetime.timedelta(seconds=timeout)
-    if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout < _LONGEST:
+        limit = datetime.timedelta(seconds=timeout)
+    else:
+        limit = timeout
+    if not isinstance(limit, datetime.timedelta) or limit <= datetime.timedelta(0):
         raise ConfigError(f'timeout={timeout!r} must be a number of seconds above 0, or a timedelta.')
-    return timeout
+    return limit
 
 
 def _check_mesh(mesh: DeviceMesh | None, executor: Executor, groups: Sequence[DeviceGroup]) -> DeviceMesh:
