@@ -21,7 +21,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_the_toy_backend_passes():
     """The toy backend keeps every rule; only those about several ranks are left out."""
-    outcomes = run_kit('twinkle.testing:ToyModel')
+    outcomes = run_kit('twinkle.testing:ToyModel', '-W', 'error')
     assert outcomes.failed == set()
     assert set(outcomes.skipped.values()) == {'Skipped: one process: run with --twinkle-ranks 2'}
 

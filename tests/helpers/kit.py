@@ -28,9 +28,9 @@ class Outcomes:
 
 
 def run_kit(model: str, *arguments: str) -> Outcomes:
-    """Run the kit on a model class, with warnings as errors."""
+    """Run the kit on a model class."""
     outcomes = Outcomes()
-    code = pytest.main([*KIT, *OPTIONS, '-W', 'error', '--twinkle-model', model, *arguments], plugins=[outcomes])
+    code = pytest.main([*KIT, *OPTIONS, '--twinkle-model', model, *arguments], plugins=[outcomes])
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     assert len(outcomes.passed) > 30
     return outcomes
