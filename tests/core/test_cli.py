@@ -1,0 +1,176 @@
+"""The program `twinkle`: what it lists, what it finds broken, the package that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import twinkle.cli
+from tests.helpers.fake_dists import LOSS, make_dist
+from twinkle.cli import main
+
+
+def run(*arguments, path=()):
+    """The program in a process of its own, with made-up distributions on its path."""
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(p) for p in path])}
+    return subprocess.run(
+        [sys.executable, '-m', 'twinkle.cli', *arguments], capture_output=True, text=True, env=env, check=False
+    )
+
+
+def test_list_shows_every_part_with_its_origin(capsys):
+    """Kind, name, target, distribution and version, for one kind or all."""
+    assert main(['plugins', 'list', 'losses']) == 0
+    out = capsys.readouterr().out
+    assert 'cross_entropy' in out
+    assert 'twinkle.loss:CrossEntropyLoss' in out
+    assert 'twinkle-core 0.1.0' in out
+    assert 'AdamW' not in out
+    assert main(['plugins', 'list']) == 0
+    assert 'torch.optim:AdamW' in capsys.readouterr().out
+
+
+def test_list_as_json_is_valid(capsys):
+    """The output of --json validates against the schema that is shipped."""
+    assert main(['plugins', 'list', '--json']) == 0
+    listed = json.loads(capsys.readouterr().out)
+    schema = json.loads((Path(twinkle.cli.__file__).parent / 'plugins.schema.json').read_text())
+    jsonschema.validate(listed, schema)
+    assert {'kind': 'losses', 'name': 'mse'} in [{k: p[k] for k in ('kind', 'name')} for p in listed['parts']]
+
+
+@pytest.mark.parametrize(
+    ('name', 'says'), [('cross-entropy', 'labels that are not -100'), ('optimizers:adamw', 'torch.optim:AdamW')]
+)
+def test_show_tells_where_a_part_comes_from_and_what_it_does(capsys, name, says):
+    """Any spelling, or kind:name."""
+    assert main(['plugins', 'show', name]) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_show_of_an_unknown_name_suggests(capsys):
+    """The error goes to stderr, with the near name, and the status is 1."""
+    assert main(['plugins', 'show', 'cross_entrpy']) == 1
+    assert 'cross_entropy' in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    """Called with nothing, the program says what it can do."""
+    assert main([]) == 2
+    assert 'plugins' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(['--version'])
+    assert ended.value.code == 0
+
+
+def test_doctor_finds_nothing_wrong_here():
+    """Everything that is installed for the tests loads; each distribution has its time."""
+    done = run('plugins', 'doctor', '--json')
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report['failures'] == report['conflicts'] == []
+    times = {d['distribution']: d['seconds'] for d in report['distributions']}
+    assert times['twinkle-core'] > 0
+
+
+def test_doctor_names_broken_plugins_and_conflicts_with_their_fix(tmp_path):
+    """A broken import with its cause, a conflict with its fix, exit status 1; good plugins are listed beside them."""
+    make_dist(
+        tmp_path / 'a',
+        'fake-a',
+        {'twinkle.losses': {'twin': 'fake_a:Twin'}},
+        modules={'fake_a': LOSS.format(name='Twin')},
+    )
+    make_dist(
+        tmp_path / 'b',
+        'fake-b',
+        {'twinkle.losses': {'twin': 'fake_b:Twin'}},
+        modules={'fake_b': LOSS.format(name='Twin')},
+    )
+    make_dist(
+        tmp_path / 'c', 'fake-c', {'twinkle.losses': {'bad': 'fake_c:Bad'}}, version='2.0', modules={'fake_c': '1 / 0'}
+    )
+    path = [tmp_path / letter for letter in 'abc']
+    done = run('plugins', 'doctor', path=path)
+    assert done.returncode == 1
+    for part in (
+        'fake-c 2.0',
+        'ZeroDivisionError',
+        'pip uninstall fake-c',
+        'twin@fake-a or twin@fake-b',
+        '2 problem(s)',
+        'twinkle-core',
+    ):
+        assert part in done.stdout, part
+    report = json.loads(run('plugins', 'doctor', '--json', path=path).stdout)
+    assert [len(report[key]) for key in ('failures', 'conflicts')] == [1, 1]
+
+
+def test_doctor_survives_a_plugin_that_ends_the_process(tmp_path):
+    """A plugin that exits or kills its process on import is named."""
+    make_dist(
+        tmp_path,
+        'fake-exit',
+        {'twinkle.losses': {'quits': 'fake_exit:X'}},
+        modules={'fake_exit': 'import os; os._exit(3)'},
+    )
+    done = run('plugins', 'doctor', path=[tmp_path])
+    assert done.returncode == 1
+    assert 'quits of fake-exit' in done.stdout
+
+
+def test_a_new_package_passes_its_own_tests(tmp_path):
+    """What `plugins new` writes is found by name and its tests pass, as written."""
+    done = run('plugins', 'new', 'my-losses', '--folder', str(tmp_path), '--json')
+    assert done.returncode == 0, done.stderr
+    folder = Path(json.loads(done.stdout)['folder'])
+    assert {'pyproject.toml', 'README.md'} <= {p.name for p in folder.iterdir()}
+    # Installed by its metadata and its source on the path: the packaging tests install it for real.
+    try:
+        import tomllib
+    except ImportError:
+        pytest.skip('needs tomllib (Python 3.11)')
+    points = tomllib.loads((folder / 'pyproject.toml').read_text())['project']['entry-points']
+    make_dist(tmp_path / 'site', 'my-losses', points)
+    env = {**os.environ, 'PYTHONPATH': f'{tmp_path / "site"}{os.pathsep}{folder / "src"}'}
+    tested = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(folder)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    assert '2 passed' in tested.stdout, tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize('name', ['', '../up', 'a/b', '-x', 'a--b', '1st'])
+def test_a_new_package_needs_a_possible_name(tmp_path, name, capsys):
+    """Names that leave the folder or that pip would refuse write nothing."""
+    assert main(['plugins', 'new', '--folder', str(tmp_path / 'here'), '--', name]) == 1
+    assert 'no name for a distribution' in capsys.readouterr().err
+    assert not (tmp_path / 'here').exists()
+
+
+def test_a_new_package_never_overwrites(tmp_path, capsys):
+    """An existing folder is left as it is."""
+    (tmp_path / 'mine').mkdir()
+    assert main(['plugins', 'new', 'mine', '--folder', str(tmp_path)]) == 1
+    assert 'exists already' in capsys.readouterr().err
+    assert list((tmp_path / 'mine').iterdir()) == []
+
+
+def test_a_plugin_adds_a_command(tmp_path):
+    """The hook `add_cli_commands` brings a command of its own."""
+    code = (
+        'from twinkle.hookspecs import hookimpl\n@hookimpl\ndef add_cli_commands(commands):\n'
+        '    parser = commands.add_parser("hello")\n    parser.set_defaults(run=lambda options: print("hello there"))\n'
+    )
+    make_dist(tmp_path, 'fake-cli', {'twinkle.hooks': {'cli': 'fake_cli'}}, modules={'fake_cli': code})
+    done = run('hello', path=[tmp_path])
+    assert (done.returncode, done.stdout.strip()) == (0, 'hello there')

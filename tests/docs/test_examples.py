@@ -1,0 +1,48 @@
+"""Every Python example in the README and in `docs/` runs as it is written, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r'^```python(?P<flags>[^\n]*)\n(?P<code>.*?)^```', re.MULTILINE | re.DOTALL)
+
+
+def _pages() -> list[Path]:
+    return [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+
+
+def _examples() -> list[tuple[str, str]]:
+    found = []
+    for page in _pages():
+        for match in _FENCE.finditer(page.read_text()):
+            if 'notest' not in match['flags']:
+                line = page.read_text()[: match.start()].count('\n') + 1
+                found.append((f'{page.name}:{line}', match['code']))
+    return found
+
+
+@pytest.mark.parametrize(('where', 'code'), _examples(), ids=lambda value: value if ':' in value[:40] and '\n' not in value else '')
+def test_example_runs(tmp_path, where, code):
+    """The example exits without an error."""
+    shutil.copytree(ROOT / 'cookbook' / 'data', tmp_path / 'cookbook' / 'data')
+    (tmp_path / 'example.py').write_text(code)
+    env = {**os.environ, 'TWINKLE_PROGRESS': '0', 'OMP_NUM_THREADS': '2'}
+    done = subprocess.run(
+        [sys.executable, 'example.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, f'{where}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}'
+
+
+def test_links_between_pages_lead_somewhere():
+    """Every relative link in the README and the docs is to a file that exists."""
+    for page in [*_pages(), ROOT / 'CONTRIBUTING.md']:
+        for target in re.findall(r'\]\(([^)#:]+)\)', page.read_text()):
+            assert (page.parent / target).exists(), f'{page.name} links to {target}'

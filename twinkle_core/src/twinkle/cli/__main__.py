@@ -1,0 +1,5 @@
+"""`python -m twinkle.cli`."""
+
+from twinkle.cli.main import main
+
+raise SystemExit(main())
