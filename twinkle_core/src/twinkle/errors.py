@@ -8,6 +8,7 @@
     ├── MissingPackageError (ImportError)     the way out is a `pip install` line
     ├── RegistryError
     │   ├── UnknownNameError (LookupError, ValueError)
+    │   │   └── MissingPartError              ... that a package brings which is not installed; also a MissingPackageError
     │   ├── AmbiguousNameError (LookupError, ValueError)
     │   ├── AlreadyRegisteredError (ValueError)
     │   ├── PluginLoadError (ImportError)     a plugin that is installed and broken, or refused
@@ -40,6 +41,7 @@ __all__ = [
     'InvalidPartError',
     'MeshError',
     'MissingPackageError',
+    'MissingPartError',
     'NameNotAllowedError',
     'NotSupportedError',
     'PluginLoadError',
@@ -89,6 +91,10 @@ class RegistryError(TwinkleError):
 
 class UnknownNameError(RegistryError, LookupError, ValueError):
     """No part of this kind has the name."""
+
+
+class MissingPartError(UnknownNameError, MissingPackageError):
+    """The name is known to live in a package that is not installed; the message ends with the `pip install` line."""
 
 
 class AmbiguousNameError(RegistryError, LookupError, ValueError):

@@ -6,27 +6,20 @@ core's own parts are declared in its `pyproject.toml` like everybody's.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
+import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 from twinkle import runtime_parts
-from twinkle.errors import (
-    AlreadyRegisteredError,
-    AmbiguousNameError,
-    ConfigError,
-    InvalidPartError,
-    MissingPackageError,
-    PluginLoadError,
-    UnknownNameError,
-)
-from twinkle.known_packages import package_of
-from twinkle.parts import PartEntry, fold
+from twinkle.errors import AlreadyRegisteredError, AmbiguousNameError, ConfigError, InvalidPartError, UnknownNameError
+from twinkle.naming import ambiguous, explain_invalid, select, unknown
+from twinkle.parts import PartEntry, fold, import_target
 from twinkle.plugins import normalise, plugin_cache
 
 __all__ = [
@@ -49,6 +42,21 @@ __all__ = [
     'trackers',
 ]
 
+_NAME = re.compile(r'[\w.-]*[^\W_][\w.-]*')
+
+
+@dataclass
+class _View:
+    """What a registry holds at one moment. It is never changed but replaced, so that no thread sees half a change.
+
+    Only `resolved` grows: what was resolved in this view, so that a part found in an older one never hides a later registration.
+    """
+
+    generation: int
+    by_key: dict[str, list[PartEntry]] = field(default_factory=dict)
+    by_class: dict[str, list[PartEntry]] = field(default_factory=dict)
+    resolved: dict[tuple[str, str | None, bool], Any] = field(default_factory=dict)
+
 
 class Registry:
     """The named parts of one kind.
@@ -56,17 +64,27 @@ class Registry:
     Args:
         kind: what the parts are, in the plural; entry points are of the group `twinkle.<kind>`.
         base: `module:Class` that parts derive from; imported when the first part is checked.
+        methods: what parts must have instead, where no one base class exists.
         functions: whether a plain function is a part too.
     """
 
-    def __init__(self, kind: str, *, base: str | None = None, functions: bool = False) -> None:
+    def __init__(
+        self, kind: str, *, base: str | None = None, methods: tuple[str, ...] = (), functions: bool = False
+    ) -> None:
         self.kind = kind
-        self._base = base
-        self._functions = functions
-        self._lock = threading.Lock()
+        self.base = base
+        self.methods = methods
+        self.functions = functions
+        self._base_class: Any = None
+        self._new_lock()
         self._runtime: dict[str, PartEntry] = {}
-        self._index: tuple[int, dict[str, list[PartEntry]], dict[str, list[PartEntry]]] | None = None
-        self._resolved: dict[tuple[str, str | None], Any] = {}
+        self._plugins: tuple[int, list[PartEntry]] = (-1, [])
+        self._view: _View | None = None
+        if hasattr(os, 'register_at_fork'):  # another thread may hold the lock while a worker is forked
+            os.register_at_fork(after_in_child=self._new_lock)
+
+    def __repr__(self) -> str:
+        return f'Registry({self.kind!r})'
 
     # -- asking ----------------------------------------------------------------------------------------------------------------
 
@@ -75,158 +93,210 @@ class Registry:
         spec: Any,
         *,
         backend: str | None = None,
+        qualified_only: bool = False,
         trust_remote_code: bool = False,
         revision: str | None = None,
     ) -> Any:
         """The part that `spec` means: a class, an instance, or a function where the kind allows it.
 
         Args:
-            spec: a part itself, a name, `name@distribution`, `package.module:Name`, or plugin code at `hf://`, `ms://` or a folder.
+            spec: a part itself, a name, `name@distribution`, `package.module:Name`, or plugin code: `hf://org/repo`, `ms://org/repo`,
+                `./folder` or `./file.py`, with `:Name` behind it where it holds several parts.
             backend: prefer `<backend>.<name>` over `<name>`.
-            trust_remote_code, revision: for code from a hub or a folder.
+            qualified_only: accept only names that are qualified by the backend.
+            trust_remote_code, revision: for code from a hub or a folder: whether it may run, and which commit of it.
 
         Raises:
-            UnknownNameError, AmbiguousNameError, PluginLoadError, InvalidPartError, MissingPackageError, UntrustedCodeError.
+            UnknownNameError: no part of this kind has the name (`MissingPartError` where a package is known to bring it).
+            AmbiguousNameError: several distributions claim it.
+            PluginLoadError: it is installed, and broken, disabled or made for another version.
+            InvalidPartError: it is no part of this kind.
+            UntrustedCodeError: code from a hub or folder, without opting in.
         """
         if not isinstance(spec, (str, PurePath)):
             return self.check(spec)
-        if isinstance(spec, str):
-            generation = self._index[0] if self._index is not None else -1
-            if generation == plugin_cache.generation and (spec, backend) in self._resolved:
-                return self._resolved[spec, backend]
-        text = str(spec)
-        if isinstance(spec, PurePath) or '://' in text or text.startswith(('./', '../', '/', '~')):
+        view = self._view
+        if view is not None and view.generation == plugin_cache.generation:
+            try:
+                return view.resolved[spec, backend, qualified_only]  # type: ignore[index]  # a path is never there
+            except KeyError:
+                pass
+        if _is_code(spec):
             from twinkle.remote_code import load_part
 
-            return self.check(load_part(self.kind, text, trust_remote_code=trust_remote_code, revision=revision))
-        if ':' in text:
-            return self.check(_import_path(text), name=text)
-        entry = self.find(text, backend=backend)
-        part = self.check(entry.load(), name=entry.name, entry=entry)
-        self._resolved[text, backend] = part
+            return load_part(self, str(spec), trust_remote_code=trust_remote_code, revision=revision)
+        if revision is not None:
+            raise ConfigError(f'revision={revision!r} is for code from a hub; {spec!r} is installed and has none.')
+        spec = str(spec)
+        if ':' in spec:
+            return self.check(import_target(spec), name=spec)
+        view = self._current_view()
+        entry = self._find(view, spec, backend, qualified_only)
+        try:
+            part = self.check(entry.load(), name=entry.name, entry=entry)
+        except InvalidPartError as error:
+            entry.error = error
+            raise
+        view.resolved[spec, backend, qualified_only] = part
         return part
 
     def build(self, spec: Any, *args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         """Resolve `spec` and, if it is a class, make an instance with the arguments. Instances and functions come as they are.
 
+        For code from a hub or a folder `trust_remote_code` is the opt-in; it goes to the class, too, if that takes it. The code's
+        revision is written behind its address (`hf://org/repo@commit`), since `revision` may be an option of the class.
+
         Raises:
             ConfigError: arguments that the class does not take, or any for a part that is built already.
         """
-        part = self.resolve(spec, backend=backend)
-        if not isinstance(part, type):
-            if kwargs:
+        trust = bool(kwargs.get('trust_remote_code', False)) if _is_code(spec) else False
+        part = self.resolve(spec, backend=backend, trust_remote_code=trust)
+        is_class = isinstance(part, type)
+        if trust and not (is_class and 'trust_remote_code' in _options(part)):
+            del kwargs['trust_remote_code']
+        if not is_class:
+            if kwargs or args:
+                given = sorted(kwargs) or list(args)
                 raise ConfigError(
-                    f'{spec!r} is built already and takes no options, got {sorted(kwargs)}. Pass a class or a name to give options.'
+                    f'{spec!r} is built already and takes no options, got {given}. Pass a class or a name to give options.'
                 )
             return part
         try:
             inspect.signature(part).bind(*args, **kwargs)
         except TypeError as error:
-            options = [name for name in inspect.signature(part).parameters if name not in ('args', 'kwargs')]
-            raise ConfigError(f'{part.__name__}: {error}. Its options are: {", ".join(options) or "none"}.') from None
+            raise ConfigError(
+                f'{part.__name__}: {error}. Its options are: {", ".join(_options(part)) or "none"}.'
+            ) from None
         return part(*args, **kwargs)
 
-    def find(self, name: str, *, backend: str | None = None) -> PartEntry:
-        """The entry that a name means; nothing is imported."""
-        bare, _, distribution = name.partition('@')
-        key = fold(bare)
-        wanted = [f'{fold(backend)}.{key}', key] if backend else [key]
-        by_key, by_class = self._tables()
-        for table in (by_key, by_class):
-            for candidate in wanted:
-                found = table.get(candidate, [])
-                if distribution:
-                    found = [entry for entry in found if entry.distribution == normalise(distribution)]
-                elif len(found) > 1:
-                    found = [entry for entry in found if entry.state != 'disabled'] or found
-                if len({entry.target for entry in found}) > 1 or len({entry.distribution for entry in found[:2]}) > 1:
-                    raise self._ambiguous(name, found)
-                if found:
-                    return found[0]
-        raise self._unknown(name, key)
+    def find(self, name: str, *, backend: str | None = None, qualified_only: bool = False) -> PartEntry:
+        """The entry that a name means; nothing is imported.
+
+        Raises:
+            UnknownNameError, AmbiguousNameError: as `resolve` does.
+        """
+        return self._find(self._current_view(), name, backend, qualified_only)
 
     def names(self) -> list[str]:
         """The registered keys, sorted."""
-        return sorted({entry.name for entry in self.entries() if entry.state != 'disabled'})
+        return sorted({entry.name for entry in self.entries() if not entry.is_disabled})
 
     def name_of(self, name: str) -> str:
-        """The registered key that a spelling means."""
-        return name if ':' in name else self.find(name).name
+        """The registered key that a spelling means; anything that is no name comes as it is."""
+        return name if ':' in name or _is_code(name) else self.find(name).name
 
     def is_registered(self, name: str) -> bool:
-        """Whether a name means something (also if it is ambiguous)."""
+        """Whether a name means something (also if it is ambiguous, broken or disabled)."""
         try:
             self.find(name)
         except AmbiguousNameError:
             return True
-        except (UnknownNameError, MissingPackageError):
+        except UnknownNameError:
             return False
         return True
 
     def entries(self) -> list[PartEntry]:
-        """Every entry, installed and registered at run time, sorted by name."""
-        by_key, _ = self._tables()
-        return sorted((entry for entries in by_key.values() for entry in entries), key=lambda entry: entry.name)
+        """Every entry, installed and registered at run time, sorted by name. What a runtime one shadows comes after it."""
+        found = [entry for entries in self._current_view().by_key.values() for entry in entries]
+        return sorted(found, key=lambda entry: (entry.name, entry.source != 'runtime', entry.distribution))
+
+    def conflicts(self) -> list[AmbiguousNameError]:
+        """The errors that asking for the ambiguous keys would raise."""
+        view = self._current_view()
+        errors = []
+        for key, entries in sorted(view.by_key.items()):
+            try:
+                self._find(view, key, None, False)
+            except AmbiguousNameError as error:
+                errors.append(error)
+            except UnknownNameError:
+                raise AssertionError(f'{key} of {entries} must be found') from None
+        return errors
 
     # -- registering at run time ---------------------------------------------------------------------------------------------------
 
     def register(self, name: str | None = None, part: Any = None, *, override: bool = False) -> Any:
         """Give a part a name in this process: `losses.register('focal', FocalLoss)`, or as a decorator.
 
+        Workers that are started later know the name, too, if they can import the part; otherwise they say so when it is asked for.
+
         Raises:
             AlreadyRegisteredError: the name is taken and `override` is not set. Nothing has changed.
-            InvalidPartError: it is no part of this kind.
+            InvalidPartError: it is no part of this kind. Nothing has changed.
+            ConfigError: the name is none.
         """
         if part is None:
-            return lambda decorated: self.register(name, decorated, override=override) or decorated
-        name = name or getattr(part, '__name__', None)
-        if not name or not fold(name).replace('.', ''):
-            raise ConfigError(f'A part of {self.kind} needs a name of letters or digits, got {name!r}.')
+
+            def decorate(decorated: Any) -> Any:
+                self.register(name, decorated, override=override)
+                return decorated
+
+            return decorate
+        name = name if name is not None else getattr(part, '__name__', None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f'A part of {self.kind} needs a name of letters, digits, "_", "-" and "."; {name!r} is none.'
+            )
         self.check(part)
-        entry = PartEntry.of_part(self.kind, name, part)
+        key, entry = fold(name), PartEntry.of_part(self.kind, name, part)
         with self._lock:
-            key = fold(name)
-            taken = self._runtime.get(key) or next(iter(self._tables()[0].get(key, [])), None)
-            if taken is not None and not override:
+            taken = None if override else self._taken(key, entry)
+            if taken is not None:
                 raise AlreadyRegisteredError(
-                    f'{name!r} is already one of {self.kind} ({taken.describe()}). Choose another name, or pass override=True to '
-                    'replace it in this process.'
+                    f'{name!r} is already one of {self.kind}: {taken.name!r} ({taken.describe()}). Choose another name, or pass '
+                    'override=True to replace it in this process.'
                 )
-            self._runtime[key] = entry
-            self._forget()
-        runtime_parts.publish(entry)
-        return None
+            self._put(key, entry)
+        return part
 
     def unregister(self, name: str) -> None:
-        """Take a name back that was registered at run time.
+        """Take a name back that was registered at run time; what it shadowed is back.
 
         Raises:
             UnknownNameError: it was not.
         """
         with self._lock:
-            entry = self._runtime.pop(fold(name), None)
-            self._forget()
-        if entry is None:
-            raise UnknownNameError(
-                f'{name!r} was not registered at run time in {self.kind}, so it cannot be unregistered.'
-            )
-        runtime_parts.withdraw(entry)
+            if fold(name) not in self._runtime:
+                known = ', '.join(sorted(entry.name for entry in self._runtime.values())) or 'none'
+                raise UnknownNameError(
+                    f'{name!r} was not registered at run time in {self.kind}, so it cannot be unregistered. Registered so: {known}.'
+                )
+            self._put(fold(name), None)
 
     @contextmanager
-    def temporary(self, name: str, part: Any) -> Iterator[None]:
+    def temporary(self, name: str, part: Any) -> Iterator[Any]:
         """A registration for the length of a context; it may shadow, and what it shadowed is back afterwards."""
         before = self._runtime.get(fold(name))
         self.register(name, part, override=True)
         try:
-            yield
+            yield part
         finally:
-            self.unregister(name)
-            if before is not None:
-                self.register(before.name, before.load(), override=True)
+            with self._lock:
+                self._put(fold(name), before)
 
     def refresh(self) -> None:
-        """Read installed metadata again at next use."""
+        """Read installed metadata again at next use (of all kinds)."""
         plugin_cache.refresh()
+
+    def _taken(self, key: str, entry: PartEntry) -> PartEntry | None:
+        """Who would be shadowed: an own registration, a plugin's key, or a class of another part that is asked for by this name."""
+        view = self._current_view()
+        # A worker that runs its parent's registration again is not in its own way.
+        rivals = [other for other in view.by_key.get(key, []) if other.source == 'plugin' or key in self._runtime]
+        others = [other for other in view.by_class.get(key, []) if other.target != entry.target]
+        rivals += [other for other in others if other.source == 'plugin' or fold(other.name) in self._runtime]
+        return rivals[0] if rivals else None
+
+    def _put(self, key: str, entry: PartEntry | None) -> None:
+        old = self._runtime.get(key)
+        if old is not None:
+            runtime_parts.withdraw(old)
+        if entry is None:
+            self._runtime.pop(key, None)
+        else:
+            runtime_parts.publish(entry)
+            self._runtime[key] = entry
+        self._view = None
 
     # -- checking --------------------------------------------------------------------------------------------------------------
 
@@ -236,92 +306,91 @@ class Registry:
         Raises:
             InvalidPartError: it is not; what is missing is listed.
         """
-        if self._functions and callable(part) and not isinstance(part, type):
+        problem = self._problem(part)
+        if problem is None:
             return part
-        base = _import_path(self._base) if self._base else None
-        if base is None:
-            if callable(part):
-                return part
-        elif isinstance(part, base) or (isinstance(part, type) and issubclass(part, base)):
-            missing = sorted(getattr(part, '__abstractmethods__', ())) if isinstance(part, type) else []
-            if not missing:
-                return part
-            raise InvalidPartError(
-                f'{part.__name__} is no complete part of {self.kind}: it does not implement {", ".join(missing)}.'
-            )
-        whose = f' ({entry.describe()})' if entry is not None else ''
-        allowed = f'a subclass or instance of {self._base}' if self._base else 'a class'
-        raise InvalidPartError(
-            f'{name or part!r}{whose} is no part of {self.kind}: it must be {allowed}{", or a function" if self._functions else ""}, '
-            f'or the name of one ({", ".join(self.names()[:8])}, ...).'
-        )
+        raise InvalidPartError(explain_invalid(self, part, name, entry, problem))
+
+    def fits(self, part: Any) -> bool:
+        """Whether `part` is one of this kind."""
+        return self._problem(part) is None
+
+    def _problem(self, part: Any) -> str | None:
+        """What is missing; empty where it is something else altogether."""
+        is_class = isinstance(part, type)
+        if self.functions and callable(part) and not is_class:
+            return None
+        if self.methods:
+            missing = [method for method in self.methods if not callable(getattr(part, method, None))]
+            return f'it has no {", ".join(missing)}' if missing else None
+        if self.base is None:
+            return None if callable(part) else ''
+        if self._base_class is None:
+            self._base_class = import_target(self.base)
+        if not (issubclass(part, self._base_class) if is_class else isinstance(part, self._base_class)):
+            return ''
+        abstract = sorted(getattr(part, '__abstractmethods__', ())) if is_class else []
+        return f'it does not implement {", ".join(abstract)}' if abstract else None
 
     # -- tables ----------------------------------------------------------------------------------------------------------------
 
-    def _tables(self) -> tuple[dict[str, list[PartEntry]], dict[str, list[PartEntry]]]:
-        """Entries by folded key and by folded class name. Rebuilt when metadata was refreshed or a registration changed."""
-        index = self._index
-        if index is None or index[0] != plugin_cache.generation:
-            by_key: dict[str, list[PartEntry]] = {}
-            by_class: dict[str, list[PartEntry]] = {}
-            for found in plugin_cache.parts(f'twinkle.{self.kind}'):
-                entry = PartEntry.of_plugin(self.kind, found)
-                by_key.setdefault(fold(entry.name), []).append(entry)
-            for entry in [*runtime_parts.inherited(self.kind), *self._runtime.values()]:
-                by_key[fold(entry.name)] = [entry]
-            for entry in (entry for entries in by_key.values() for entry in entries):
-                same = by_class.setdefault(fold(entry.class_name), [])
-                if all(other.target != entry.target or other.found != entry.found for other in same):
-                    same.append(entry)
-            self._resolved.clear()
-            self._index = index = (plugin_cache.generation, by_key, by_class)
-        return index[1], index[2]
-
-    def _forget(self) -> None:
-        self._index = None
-        self._resolved.clear()
-
-    # -- messages --------------------------------------------------------------------------------------------------------------
-
-    def _unknown(self, name: str, key: str) -> Exception:
-        package = package_of(self.kind, key)
-        if package is not None:
-            return MissingPackageError(f'{name!r} of {self.kind} comes with another package: pip install {package}')
-        names = self.names()
-        folded = {fold(other): other for other in names}
-        close = [folded[match] for match in difflib.get_close_matches(key, folded, n=3, cutoff=0.6)]
-        hint = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
-        return UnknownNameError(
-            f'Unknown name {name!r} in {self.kind}.{hint} There are: {", ".join(names) or "none"}. '
-            f'{runtime_parts.explain_missing(self.kind, key)}'.rstrip()
+    def _find(self, view: _View, name: str, backend: str | None, qualified_only: bool) -> PartEntry:
+        bare, _, distribution = name.partition('@')
+        found = select(
+            view.by_key,
+            view.by_class,
+            key=fold(bare),
+            qualifier=fold(backend) if backend else None,
+            qualified_only=qualified_only,
+            distribution=normalise(distribution) if distribution else None,
+            spelling=bare,
         )
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ambiguous(self.kind, name, found)
+        raise unknown(self, name, backend if qualified_only else None)
 
-    def _ambiguous(self, name: str, found: list[PartEntry]) -> AmbiguousNameError:
-        claims = ' and '.join(sorted(f'{entry.distribution} ({entry.target})' for entry in found))
-        fixes = ' or '.join(sorted(f'{entry.name}@{entry.distribution}' for entry in found))
-        return AmbiguousNameError(
-            f'{name!r} in {self.kind} is claimed by {claims}. Say which one: {fixes}; or keep one out with '
-            'TWINKLE_DISABLE_PLUGINS=<distribution>.'
-        )
+    def _current_view(self) -> _View:
+        """The view of now; rebuilt when metadata was refreshed or a registration changed."""
+        view = self._view
+        if view is not None and view.generation == plugin_cache.generation:
+            return view
+        with self._lock:
+            generation = plugin_cache.generation
+            if self._plugins[0] != generation:
+                found = plugin_cache.parts(f'twinkle.{self.kind}')
+                self._plugins = (generation, [PartEntry.of_plugin(self.kind, part) for part in found])
+            view = _View(generation)
+            runtime = {fold(entry.name): entry for entry in runtime_parts.inherited(self.kind)} | self._runtime
+            for entry in [*runtime.values(), *self._plugins[1]]:
+                view.by_key.setdefault(fold(entry.name), []).append(entry)
+                if entry.class_name:
+                    view.by_class.setdefault(fold(entry.class_name), []).append(entry)
+            self._view = view
+        return view
+
+    def _new_lock(self) -> None:
+        self._lock = threading.RLock()
 
 
-def _import_path(path: str) -> Any:
-    module_name, _, attribute = path.partition(':')
-    try:
-        found: Any = importlib.import_module(module_name)
-        for name in attribute.split('.'):
-            found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        raise PluginLoadError(
-            f'{path!r} cannot be loaded: {type(error).__name__}: {error}. It is read as package.module:Name.'
-        ) from error
-    return found
+def _is_code(spec: Any) -> bool:
+    """Whether a spec is the address of plugin code, rather than a name."""
+    if isinstance(spec, PurePath):
+        return True
+    return isinstance(spec, str) and (
+        '://' in spec or spec in ('.', '..') or spec.startswith(('./', '../', '/', '~', '.\\', '..\\'))
+    )
+
+
+def _options(part: Any) -> list[str]:
+    return [name for name in inspect.signature(part).parameters if name not in ('args', 'kwargs')]
 
 
 models = Registry('models', base='twinkle.model.protocol:TwinkleModel')
 losses = Registry('losses', base='twinkle.loss.base:Loss', functions=True)
-optimizers = Registry('optimizers', base='torch.optim:Optimizer')
-lr_schedulers = Registry('lr_schedulers', base='torch.optim.lr_scheduler:LRScheduler')
+optimizers = Registry('optimizers', methods=('step', 'zero_grad', 'state_dict', 'load_state_dict'))
+lr_schedulers = Registry('lr_schedulers', methods=('step', 'get_last_lr', 'state_dict', 'load_state_dict'))
 metrics = Registry('metrics', base='twinkle.metric.base:Metric')
 patches = Registry('patches', base='twinkle.patch.base:Patch', functions=True)
 templates = Registry('templates', base='twinkle.template.base:Template')
@@ -342,5 +411,3 @@ registries: dict[str, Registry] = {
     )
 }  # fmt: skip
 """Every registry by its kind."""
-
-Function = Callable[..., Any]

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from twinkle.errors import SourceError, UnknownNameError
+from twinkle.errors import MissingPartError, SourceError, UnknownNameError
 from twinkle.hub.source import Kind
 
 __all__ = ['cache_folder', 'fetch', 'resolve_dataset', 'resolve_model', 'split_address']
@@ -51,6 +51,8 @@ def fetch(
         raise SourceError(f'{address!r} names revision {at!r}, and revision={revision!r} was given too.')
     try:
         source = sources.build(scheme)
+    except MissingPartError:
+        raise  # says what to install
     except UnknownNameError as error:
         raise SourceError(f'{address!r}: unknown scheme {scheme!r}. Known schemes: {_known()}.') from error
     if kind not in source.kinds:

@@ -25,13 +25,20 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f'{__name__}.{_OWN[name]}'), name)
     if name.startswith('_') or not name[0].isupper():  # not a class: leave import machinery and tools alone
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    from twinkle.errors import UnknownNameError
+    from twinkle.errors import MissingPartError, UnknownNameError
     from twinkle.registry import models
 
     try:
-        return models.resolve(name)
+        entry = models.find(name)
+    except MissingPartError:
+        raise  # an ImportError, which says what to install
     except UnknownNameError as error:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}. {error}') from None
+    if name not in (entry.name, entry.class_name):  # an import is spelt as the class is
+        raise AttributeError(
+            f'module {__name__!r} has no attribute {name!r}. Did you mean {entry.class_name!r}? An import is spelt exactly so.'
+        )
+    return models.resolve(name)
 
 
 def __dir__() -> list[str]:
