@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 PLUGIN_API = 1
-"""The version of what core offers to plugins. `docs/plugin_api.md` tells how it changes."""
+"""The version of what core offers to plugins. `docs/plugins.md` tells how it changes."""
 OLDEST_PLUGIN_API = 1
 """The oldest version that plugins may have been written for and still work."""
 
