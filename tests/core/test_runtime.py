@@ -172,6 +172,20 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     assert get_runtime() is None
 
 
+def test_the_device_follows_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process with LOCAL_RANK=3 takes device 3; where only two can be seen, both numbers are in the error."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
+    monkeypatch.setattr(torch.cuda, 'set_device', taken.append)
+    monkeypatch.setenv('LOCAL_RANK', '3')
+    with initialize(global_device_mesh=DeviceMesh.from_sizes(device_type='cuda')) as runtime:
+        assert (runtime.device, taken) == ('cuda:3', [3])
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    with pytest.raises(MeshError, match=r'needs device 3 \(LOCAL_RANK\), and 2 can be seen here'):
+        initialize()
+
+
 @pytest.mark.parametrize(('name', 'value'), [('WORLD_SIZE', '0'), ('WORLD_SIZE', 'two'), ('RANK', '-1')])
 def test_a_wrong_launcher_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     """The variable and its value are in the error."""

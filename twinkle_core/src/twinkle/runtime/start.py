@@ -81,7 +81,7 @@ def initialize(
         executor.start(mesh, named, options)
         ending.callback(executor.shutdown)
         device = 'cpu' if executor.is_remote else claim_device(mesh.device_type)
-        leave = None if executor.is_remote else join_processes(mesh, device, limit)
+        leave = None if executor.is_remote else join_processes(mesh.device_type, limit)
         if leave is not None:
             ending.push(leave)
         if seed is not None:
