@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from tqdm import tqdm
+
 from twinkle import DeviceMesh, initialize
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
@@ -39,7 +40,9 @@ KEPT = ['What is the capital of Italy?', 'How many legs does a dog have?']
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; `--help` lists them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--model', default='smollm2://135m-instruct', help='a folder, hf://org/name, ... (default: %(default)s)')
+    parser.add_argument(
+        '--model', default='smollm2://135m-instruct', help='a folder, hf://org/name, ... (default: %(default)s)'
+    )
     parser.add_argument('--data', default=str(HERE / 'data' / 'self_cognition.jsonl'), help='rows of messages, jsonl')
     parser.add_argument('--output-dir', default='output/sft', help='where the adapter, the log and the drawing go')
     parser.add_argument('--name', default='Twinkle', help='the name to teach (default: %(default)s)')
@@ -95,7 +98,11 @@ def report(model: TransformersModel, bar: tqdm, run: Any) -> float:
     """Show and log the numbers of a step."""
     numbers = model.calculate_metric()
     run.log(numbers, step=int(numbers['step']))
-    shown = {'loss': f'{numbers["loss"]:.3f}', 'lr': f'{numbers["lr"]:.1e}', 'tokens/s': f'{numbers["tokens_per_second"]:.0f}'}
+    shown = {
+        'loss': f'{numbers["loss"]:.3f}',
+        'lr': f'{numbers["lr"]:.1e}',
+        'tokens/s': f'{numbers["tokens_per_second"]:.0f}',
+    }
     bar.update()
     bar.set_postfix(shown)
     return numbers['loss']
@@ -133,14 +140,20 @@ def show(questions: list[str], before: list[str], after: list[str]) -> None:
 
 def check(before: list[str], after: list[str], reloaded: str, options: argparse.Namespace) -> list[str]:
     """What went wrong, if anything."""
-    named_before = sum(options.name.lower() in text.lower() or options.author.lower() in text.lower() for text in before)
+    named_before = sum(
+        options.name.lower() in text.lower() or options.author.lower() in text.lower() for text in before
+    )
     named_after = sum(options.name.lower() in text.lower() or options.author.lower() in text.lower() for text in after)
-    print(f'\n{options.name!r} or {options.author!r} in the answers: {named_before} of {len(before)} before, {named_after} after')
+    print(
+        f'\n{options.name!r} or {options.author!r} in the answers: {named_before} of {len(before)} before, {named_after} after'
+    )
     problems = []
     if named_before:
         problems.append(f'{options.name!r} was in the answers before training already')
     if named_after < len(after) - 1 or not any(options.name.lower() in text.lower() for text in after):
-        problems.append(f'only {named_after} of {len(after)} answers name {options.name!r} or {options.author!r} after training')
+        problems.append(
+            f'only {named_after} of {len(after)} answers name {options.name!r} or {options.author!r} after training'
+        )
     if reloaded != after[0]:
         problems.append(f'plain PEFT answers {reloaded!r} with the saved adapter, and the trained model {after[0]!r}')
     return problems
@@ -160,7 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
         ask = [*HELD_OUT, *KEPT]
         before = [answer(model.model, template, question, options.max_new_tokens) for question in ask]
 
-        lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules='all-linear', task_type='CAUSAL_LM')
+        lora = LoraConfig(
+            r=options.rank, lora_alpha=2 * options.rank, target_modules='all-linear', task_type='CAUSAL_LM'
+        )
         model.add_adapter_to_model('sft', lora, gradient_accumulation_steps=options.accumulation)
         steps = math.ceil(len(dataloader) / options.accumulation) * options.epochs
         model.set_template(template)
@@ -186,6 +201,7 @@ def reload_with_peft(model_id: str, adapter: str) -> Any:
     """The saved adapter on a fresh base model, without Twinkle's model class."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+
     from twinkle.hub import resolve_model
 
     base = AutoModelForCausalLM.from_pretrained(resolve_model(model_id), dtype=torch.float32)

@@ -100,7 +100,7 @@ class LinearWarmupScheduler(_DecayingScheduler):
     """Linear warm-up, then linearly to 0, as Transformers' `get_linear_schedule_with_warmup`. Raises as the cosine does."""
 
     def decay(self, step: int) -> float:
-        return max(0.0, 1.0 - self.progress(step))
+        return max(0.0, (self.num_training_steps - step) / max(1, self.num_training_steps - self.num_warmup_steps))
 
 
 class ConstantScheduler(_WarmupScheduler):

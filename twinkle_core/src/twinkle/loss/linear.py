@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from twinkle.data_format import IGNORE_INDEX
+from twinkle.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,12 +125,22 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add_(d_logits.sum(0))
 
-    def scaled(self, factor: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """All of them times a scalar, in the dtypes of what they are gradients of."""
+    def release(self, factor: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """All of them, times a scalar if there is one, in the dtypes of what they are gradients of.
+
+        They are let go of here: autograd then takes them over as they are, where it would copy what somebody else still holds.
+        """
+        gradients = (self.hidden, self.weight, self.bias)
+        self.hidden = self.weight = self.bias = None
+        if factor is not None:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor.to(gradient.dtype))
+        hidden, d_weight, d_bias = gradients
         return (
-            None if self.hidden is None else self.hidden * factor.to(self.hidden.dtype),
-            None if self.weight is None else self.weight.mul_(factor).to(weight.dtype),
-            None if self.bias is None or bias is None else (self.bias * factor).to(bias.dtype),
+            hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
 
 
@@ -165,7 +176,13 @@ class _LinearNll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_nll: Tensor, _: Any) -> tuple[Any, ...]:
-        return (*ctx.gradients.scaled(d_nll, ctx.weight, ctx.bias), None, None, None)
+        gradients = ctx.gradients
+        if gradients is None:
+            raise StateError(
+                'Backward through this cross entropy a second time: its gradients were made in forward and are gone. Run forward again.'
+            )
+        ctx.gradients = None
+        return (*gradients.release(d_nll, ctx.weight, ctx.bias), None, None, None)
 
 
 class _LinearLogps(torch.autograd.Function):
@@ -232,8 +249,7 @@ class _LinearLogps(torch.autograd.Function):
                 d_logits = p.mul_(-g)
             d_logits.scatter_add_(1, target, g).div_(ctx.temperature)
             gradients.add(part, d_logits, hidden, weight)
-        one = torch.ones((), device=hidden.device)
-        return (*gradients.scaled(one, weight, bias), None, None, None, None)
+        return (*gradients.release(None, weight, bias), None, None, None, None)
 
 
 def _log_p(
