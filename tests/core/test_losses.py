@@ -107,9 +107,11 @@ def test_linear_logps_equal_full_logits(bias, frozen, entropy, temperature, chun
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('chunk_bytes', [1, 2**20])
 @pytest.mark.parametrize('bias', [False, True])
-def test_all_three_roads_to_outputs_agree(bias):
-    """From logits, from a linear head and from any head: the same numbers, and only what was asked for."""
+def test_all_three_roads_to_outputs_agree(monkeypatch, bias, chunk_bytes):
+    """From logits, from a linear head (in chunks, or few enough for one) and from any head: the same, and only what was asked for."""
+    monkeypatch.setattr('twinkle.loss.linear.CHUNK_BYTES', chunk_bytes)
     head, states, labels = problem(bias=bias)
     weights = torch.rand(labels.shape, dtype=torch.float64)
     from_logits = outputs_from_logits(head(states), labels, NEEDS - {'hidden_states'}, loss_weights=weights)
@@ -120,7 +122,9 @@ def test_all_three_roads_to_outputs_agree(bias):
         assert outputs.keys() == NEEDS
         for key in from_logits:
             torch.testing.assert_close(outputs[key].double(), from_logits[key].double(), rtol=1e-5, atol=1e-5)
-    assert outputs_from_hidden(states, head, labels, {'nll'}).keys() == {'nll'}
+    only = outputs_from_hidden(states, head, labels, {'nll'})
+    assert only.keys() == {'nll'}
+    torch.testing.assert_close(only['nll'].double(), -from_logits['logps'].double().sum(), rtol=1e-5, atol=1e-5)
     assert outputs_from_hidden(states, head, None, {'hidden_states'})['hidden_states'] is states
 
 

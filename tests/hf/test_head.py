@@ -52,8 +52,10 @@ def built(request):
 
 
 @pytest.mark.parametrize('built', [gemma2, cohere, granite, gpt2, llama_tied], indirect=True)
-def test_loss_and_gradients_equal_those_of_full_logits(built):
+@pytest.mark.parametrize('chunk_bytes', [1, 2**20], ids=['many chunks', 'one chunk'])
+def test_loss_and_gradients_equal_those_of_full_logits(monkeypatch, built, chunk_bytes):
     """For soft-capped, scaled, tied and plain heads, loss and gradients are those of cross entropy on the model's own logits."""
+    monkeypatch.setattr('twinkle.loss.linear.CHUNK_BYTES', chunk_bytes)
     loss = built.forward_backward(inputs=ROWS)['loss']
     built.clip_grad_norm(max_grad_norm=float('inf'))
     got = {n: p.grad.clone() for n, p in built.model.named_parameters()}

@@ -56,10 +56,12 @@ def assert_same_weights(model, plain, bound=WEIGHTS):
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) <= bound
 
 
+@pytest.mark.parametrize('chunk_bytes', [1, 2**20], ids=['many chunks', 'one chunk'])
 @pytest.mark.parametrize('accumulation', [1, 4])
 @pytest.mark.parametrize('kind', ['lora', 'full'])
-def test_twenty_steps_equal_the_hand_written_loop(make_pair, kind, accumulation):
+def test_twenty_steps_equal_the_hand_written_loop(monkeypatch, make_pair, kind, accumulation, chunk_bytes):
     """Losses, gradient norms and weights of 20 steps, rows of unequal length, are those of plain PyTorch."""
+    monkeypatch.setattr('twinkle.loss.linear.CHUNK_BYTES', chunk_bytes)
     model, plain = make_pair(kind)
     windows = windows_of(reference.random_rows(4 * STEPS * accumulation), accumulation)
     expected = reference.train(plain, windows, lr=LR)

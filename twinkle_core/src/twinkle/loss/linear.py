@@ -24,7 +24,7 @@ from twinkle.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ['linear_cross_entropy', 'linear_logps']
+__all__ = ['fits_one_chunk', 'linear_cross_entropy', 'linear_logps', 'linear_nll']
 
 CHUNK_BYTES = 48 * 2**20
 """About how much memory the fp32 logits of one chunk may take."""
@@ -51,12 +51,43 @@ def linear_cross_entropy(
     Returns:
         A scalar in fp32 that carries the gradient, and [N] log-probabilities without one (0 where ignored).
     """
-    hidden_NH, weight_VH, bias = _autocast(hidden_NH, weight_VH, bias)
     index = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
-    weights = None if loss_weights_N is None else loss_weights_N[index].float()
-    chunk_size = chunk_size or _chunk_size(weight_VH)
-    nll, logps = _LinearNll.apply(hidden_NH[index], weight_VH, bias, labels_N[index], weights, chunk_size)
+    nll, logps = _kept_nll(hidden_NH, weight_VH, labels_N, bias, loss_weights_N, index, chunk_size)
     return nll, logps.new_zeros(labels_N.shape).index_copy(0, index, logps)
+
+
+def linear_nll(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    *,
+    bias: Tensor | None = None,
+    loss_weights_N: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The sum of `linear_cross_entropy` alone."""
+    index = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
+    return _kept_nll(hidden_NH, weight_VH, labels_N, bias, loss_weights_N, index, chunk_size)[0]
+
+
+def _kept_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    loss_weights: Tensor | None,
+    index: Tensor,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Over the tokens of `index`: the sum, and each log-probability."""
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    weights = None if loss_weights is None else loss_weights[index].float()
+    nll: Tensor
+    logps: Tensor
+    nll, logps = _LinearNll.apply(
+        hidden[index], weight, bias, labels[index], weights, chunk_size or _chunk_size(weight)
+    )
+    return nll, logps
 
 
 def linear_logps(
@@ -89,6 +120,11 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
         dtype = torch.get_autocast_dtype(device)
         return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return hidden, weight, bias
+
+
+def fits_one_chunk(tokens: int, weight_VH: Tensor) -> bool:
+    """Whether the logits of so many tokens are within what a chunk may take."""
+    return tokens <= _chunk_size(weight_VH)
 
 
 def _chunk_size(weight: Tensor) -> int:

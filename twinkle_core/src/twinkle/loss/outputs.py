@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError
-from twinkle.loss.linear import linear_cross_entropy, linear_logps
+from twinkle.loss.linear import fits_one_chunk, linear_logps, linear_nll
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,14 +67,28 @@ def _from_linear(
     hidden_BTH: Tensor, head: nn.Linear, labels_BT: Tensor, needs: frozenset[str], loss_weights: Tensor | None
 ) -> dict[str, Tensor]:
     hidden_NH, labels_N = hidden_BTH.flatten(0, 1), labels_BT.flatten()
+    if fits_one_chunk(len(labels_N), head.weight):
+        # A chunk's logits are held anyway: with few tokens PyTorch's own operators are the quicker way to the same numbers.
+        logits_NV = nn.functional.linear(hidden_NH, head.weight, head.bias)
+        return _from_few(logits_NV, labels_BT, needs, loss_weights)
     if needs & {'logps', 'entropies'}:
         logps, entropies = linear_logps(
             hidden_NH, head.weight, labels_N, bias=head.bias, with_entropy='entropies' in needs
         )
         return _shaped(needs, logps, entropies, labels_BT, loss_weights)
     weights = None if loss_weights is None else loss_weights.flatten()
-    nll, _ = linear_cross_entropy(hidden_NH, head.weight, labels_N, bias=head.bias, loss_weights_N=weights)
-    return {'nll': nll}
+    return {'nll': linear_nll(hidden_NH, head.weight, labels_N, bias=head.bias, loss_weights_N=weights)}
+
+
+def _from_few(
+    logits_NV: Tensor, labels_BT: Tensor, needs: frozenset[str], loss_weights: Tensor | None
+) -> dict[str, Tensor]:
+    labels_N = labels_BT.flatten()
+    if not needs & {'logps', 'entropies'} and loss_weights is None:
+        nll = nn.functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORE_INDEX, reduction='sum')
+        return {'nll': nll}
+    logps, entropies = _token_outputs(logits_NV, labels_N, with_logps=True, with_entropy='entropies' in needs)
+    return _shaped(needs, logps, entropies, labels_BT, loss_weights)
 
 
 def head_outputs(

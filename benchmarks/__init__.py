@@ -1,0 +1,1 @@
+"""Side-by-side measurements: `python -m benchmarks [NAME ...]`. Every figure is also a JSON line."""
