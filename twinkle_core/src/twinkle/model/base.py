@@ -399,11 +399,16 @@ class BaseModel(TwinkleModel):
     def set_template(self, template: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
         state = self._adapters.get(adapter_name)
         state.template = self._build('templates', template, **kwargs)
+        if not state.own_processor:
+            # Padding is masked, but a model may look at ids: pad with the token that the tokenizer pads with.
+            pad = state.template.pad_token_id
+            state.processor = self._build('input_processors', 'default', pad_token_id=pad)
 
     @remote_function(dispatch='all')
     def set_processor(self, processor: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
         state = self._adapters.get(adapter_name)
         state.processor = self._build('input_processors', processor, **kwargs)
+        state.own_processor = True
 
     @remote_function(dispatch='all')
     def add_metric(

@@ -37,6 +37,7 @@ class TrainState:
     Attributes:
         adapter_name: the adapter; `''` is the base model without adapters.
         window: the current accumulation window.
+        own_processor: whether the processor was chosen, rather than the default.
         step: optimizer steps taken (steps that an overflow skipped are not counted).
         skipped_steps: steps that an fp16 overflow skipped.
         train_metrics, eval_metrics: accumulate apart from each other, by name.
@@ -51,6 +52,7 @@ class TrainState:
     loss: Loss | None = None
     template: Template | None = None
     processor: InputProcessor | None = None
+    own_processor: bool = False
     train_metrics: dict[str, Metric] = field(default_factory=dict)
     eval_metrics: dict[str, Metric] = field(default_factory=dict)
     window: AccumulationWindow = field(default_factory=AccumulationWindow)
