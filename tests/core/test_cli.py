@@ -16,9 +16,9 @@ from tests.helpers.fake_dists import LOSS, make_dist
 from twinkle.cli import main
 
 
-def run(*arguments, path=()):
+def run(*arguments, path=(), env=None):
     """The program in a process of its own, with made-up distributions on its path."""
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(p) for p in path])}
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(p) for p in path]), **(env or {})}
     return subprocess.run(
         [sys.executable, '-m', 'twinkle.cli', *arguments], capture_output=True, text=True, env=env, check=False
     )
@@ -113,16 +113,82 @@ def test_doctor_names_broken_plugins_and_conflicts_with_their_fix(tmp_path):
 
 
 def test_doctor_survives_a_plugin_that_ends_the_process(tmp_path):
-    """A plugin that exits or kills its process on import is named."""
+    """Plugins that exit, hang or print on import are named, and everything else is examined all the same."""
     make_dist(
         tmp_path,
         'fake-exit',
-        {'twinkle.losses': {'quits': 'fake_exit:X'}},
-        modules={'fake_exit': 'import os; os._exit(3)'},
+        {'twinkle.losses': {'quits': 'fake_exit:X', 'hangs': 'fake_hang:X', 'prints': 'fake_print:Loud'}},
+        modules={
+            'fake_exit': 'import os, sys; print("last words", file=sys.stderr, flush=True); os._exit(3)',
+            'fake_hang': 'import time; time.sleep(600)',
+            'fake_print': 'print("noise")\n' + LOSS.format(name='Loud'),
+        },
     )
-    done = run('plugins', 'doctor', path=[tmp_path])
+    env = {'TWINKLE_DISABLE_PLUGINS': 'twinkle-hf'}  # it takes its time, too
+    done = run('doctor', '--json', '--timeout', '10', path=[tmp_path], env=env)
     assert done.returncode == 1
-    assert 'quits of fake-exit' in done.stdout
+    report = json.loads(done.stdout)
+    problems = {failure['name']: failure['problem'] for failure in report['failures']}
+    assert 'exit 3' in problems.pop('quits (fake-exit 1.0)')
+    assert 'within 10 s' in problems.pop('hangs (fake-exit 1.0)')
+    assert not problems
+    assert {'twinkle-core', 'fake-exit'} <= {item['distribution'] for item in report['distributions']}
+
+
+def test_doctor_examines_hooks(tmp_path):
+    """A hook that does not exist (a misspelt one would never be called), and a broken hook module."""
+    wrong = 'from twinkle.hookspecs import hookimpl\n@hookimpl\ndef checkpoint_safed(path): pass\n'
+    points = {'twinkle.hooks': {'misspelt': 'fake_wrong_hook', 'broken': 'fake_broken_hook'}}
+    make_dist(tmp_path, 'fake-hooks', points, modules={'fake_wrong_hook': wrong, 'fake_broken_hook': '1 / 0'})
+    report = json.loads(run('doctor', '--json', path=[tmp_path]).stdout)
+    problems = {failure['name']: failure['problem'] for failure in report['failures']}
+    assert 'checkpoint_safed' in problems['misspelt (fake-hooks 1.0)']
+    assert 'ZeroDivisionError' in problems['broken (fake-hooks 1.0)']
+    assert len(problems) == 2
+    listed = run('plugins', 'list', 'hooks', path=[tmp_path])
+    assert 'misspelt' in listed.stdout
+    assert listed.returncode == 0
+
+
+def test_doctor_names_a_distribution_with_unreadable_entry_points(tmp_path):
+    """Metadata that is no metadata is named, though PyTorch itself cannot be imported beside it."""
+    make_dist(tmp_path, 'fake-garbled', {})
+    (tmp_path / 'fake_garbled-1.0.dist-info' / 'entry_points.txt').write_text('[twinkle.losses]\nno equals sign\n')
+    done = run('doctor', '--json', path=[tmp_path])
+    assert done.returncode == 1
+    failures = {failure['name']: failure['problem'] for failure in json.loads(done.stdout)['failures']}
+    assert 'cannot be read' in failures['fake-garbled']
+    assert 'pip install --force-reinstall fake-garbled' in failures['fake-garbled']
+
+
+def test_list_loads_no_plugin_and_tells_what_is_known_to_be_wrong(tmp_path):
+    """Listing imports nothing, hooks neither; an unmet need and a disabled distribution are shown with the reason."""
+    make_dist(
+        tmp_path / 'a',
+        'fake-old',
+        {'twinkle.losses': {'old': 'fake_old:X'}, 'twinkle.hooks': {'old': 'fake_old'}},
+        modules={'fake_old': 'raise SystemExit("imported")'},
+        requires=['twinkle-core<0.1'],
+    )
+    make_dist(tmp_path / 'b', 'fake-out', {'twinkle.losses': {'out': 'fake_out:X'}})
+    env = {'TWINKLE_DISABLE_PLUGINS': 'fake-out'}
+    done = run('plugins', 'list', '--json', path=[tmp_path / 'a', tmp_path / 'b'], env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ''
+    parts = {(part['kind'], part['name']): part for part in json.loads(done.stdout)['parts']}
+    assert parts['losses', 'old']['state'] == parts['hooks', 'old']['state'] == 'failed'
+    assert 'twinkle-core<0.1' in parts['losses', 'old']['reason']
+    assert parts['losses', 'out']['state'] == 'disabled'
+    assert 'failed: it needs' in run('plugins', 'list', 'losses', path=[tmp_path / 'a']).stdout
+
+
+@pytest.mark.parametrize('command', ['', 'plugins', 'plugins list', 'plugins show', 'plugins doctor', 'plugins new'])
+def test_every_command_has_help(command, capsys):
+    """`--help` says how a command is called."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), '--help'])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f'usage: {"twinkle " + command}'.rstrip())
 
 
 def test_a_new_package_passes_its_own_tests(tmp_path):

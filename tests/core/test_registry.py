@@ -173,7 +173,7 @@ def test_registration_refuses_to_shadow_and_leaves_no_trace():
     with pytest.raises(AlreadyRegisteredError, match='override=True'):
         losses.register('Cross-Entropy', Focal)
     with pytest.raises(InvalidPartError):
-        losses.register('focal', 3)
+        losses.register('my_focal', 3)
     with pytest.raises(InvalidPartError, match='__call__'):
         losses.register('abstract', Loss)
     with pytest.raises(ConfigError):
@@ -184,11 +184,11 @@ def test_registration_refuses_to_shadow_and_leaves_no_trace():
 
 def test_register_unregister_override_and_decorate():
     """A registered part is found and gone again; with override it stands before the installed one."""
-    losses.register('focal', Focal)
-    assert losses.resolve('focal') is Focal
-    assert losses.is_registered('focal')
-    losses.unregister('focal')
-    assert not losses.is_registered('focal')
+    losses.register('my_focal', Focal)
+    assert losses.resolve('my_focal') is Focal
+    assert losses.is_registered('my_focal')
+    losses.unregister('my_focal')
+    assert not losses.is_registered('my_focal')
     losses.register('cross_entropy', Focal, override=True)
     assert losses.resolve('cross_entropy') is Focal
     losses.unregister('cross_entropy')

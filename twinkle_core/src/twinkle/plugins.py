@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from twinkle.errors import ConfigError, PluginLoadError
 from twinkle.logging import get_logger
@@ -30,6 +31,7 @@ __all__ = [
     'InstalledDistribution',
     'PluginCache',
     'call_hook',
+    'check_hooks',
     'get_hooks',
     'plugin_cache',
     'refresh',
@@ -47,6 +49,27 @@ ALLOW, DENY = 'TWINKLE_PLUGINS', 'TWINKLE_DISABLE_PLUGINS'
 HOOKS, API = 'twinkle.hooks', 'twinkle.plugin_api'
 
 logger = get_logger('twinkle.plugins')
+
+
+class _LockOwner(Protocol):
+    def renew_lock(self) -> None: ...
+
+
+_lock_owners: WeakSet[_LockOwner] = WeakSet()
+
+
+def renew_after_fork(owner: _LockOwner) -> None:
+    """Give `owner` a new lock in forked workers: another thread may hold it at that moment, and the copy would never be released."""
+    _lock_owners.add(owner)
+
+
+def _renew_locks() -> None:
+    for owner in list(_lock_owners):
+        owner.renew_lock()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def normalise(name: str) -> str:
@@ -169,7 +192,7 @@ class PluginCache:
         self._broken: dict[str, str] = {}
         self._hooks: _Hooks | None = None
         self.generation = 0
-        _after_fork(self._new_lock)
+        renew_after_fork(self)
 
     def parts(self, group: str) -> list[FoundPart]:
         """The entry points of a group; identical duplicates (an editable install seen twice) are one."""
@@ -210,7 +233,8 @@ class PluginCache:
         _warn_unmatched(groups)
         return groups
 
-    def _new_lock(self) -> None:
+    def renew_lock(self) -> None:
+        """For a process that was forked."""
         self._lock = threading.RLock()
 
 
@@ -265,12 +289,6 @@ def _warn_unmatched(groups: Mapping[str, list[FoundPart]]) -> None:
             )
 
 
-def _after_fork(make_lock: Any) -> None:
-    # Another thread may hold the lock while a worker is forked; the copy would never be released.
-    if hasattr(os, 'register_at_fork'):
-        os.register_at_fork(after_in_child=make_lock)
-
-
 plugin_cache = PluginCache()
 
 
@@ -292,7 +310,7 @@ class _Hooks:
         self._done: set[str] = set()
         self._loading = threading.local()
         self._lock = threading.RLock()
-        _after_fork(self._new_lock)
+        renew_after_fork(self)
 
     def load(self, found: list[FoundPart]) -> None:
         """Register what is not yet.
@@ -307,8 +325,7 @@ class _Hooks:
                 continue
             loading.add(name)
             try:
-                plugin = part.load()
-                plugin = plugin() if isinstance(plugin, type) else plugin
+                plugin = _observer(part)
                 with self._lock:
                     if name not in self._done:
                         self.manager.register(plugin, name=name)
@@ -318,8 +335,30 @@ class _Hooks:
                 self._done.add(name)
                 loading.discard(name)
 
-    def _new_lock(self) -> None:
+    def renew_lock(self) -> None:
+        """For a process that was forked."""
         self._lock = threading.RLock()
+
+
+def check_hooks(found: FoundPart) -> None:
+    """Load a plugin's hooks, for themselves.
+
+    Raises:
+        PluginLoadError: they cannot be loaded, or implement something that is no hook.
+    """
+    import pluggy
+
+    hooks = _Hooks()
+    try:
+        hooks.manager.register(_observer(found), name=found.name)
+        hooks.manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginLoadError(f'{found.name!r} of {found.dist.name} {found.dist.version}: {error}') from error
+
+
+def _observer(found: FoundPart) -> Any:
+    plugin = found.load()
+    return plugin() if isinstance(plugin, type) else plugin
 
 
 def get_hooks() -> pluggy.PluginManager:

@@ -7,7 +7,6 @@ core's own parts are declared in its `pyproject.toml` like everybody's.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from twinkle import runtime_parts
 from twinkle.errors import AlreadyRegisteredError, AmbiguousNameError, ConfigError, InvalidPartError, UnknownNameError
 from twinkle.naming import ambiguous, explain_invalid, select, unknown
 from twinkle.parts import PartEntry, fold, import_target
-from twinkle.plugins import normalise, plugin_cache
+from twinkle.plugins import normalise, plugin_cache, renew_after_fork
 
 __all__ = [
     'Registry',
@@ -76,12 +75,11 @@ class Registry:
         self.methods = methods
         self.functions = functions
         self._base_class: Any = None
-        self._new_lock()
+        self.renew_lock()
         self._runtime: dict[str, PartEntry] = {}
         self._plugins: tuple[int, list[PartEntry]] = (-1, [])
         self._view: _View | None = None
-        if hasattr(os, 'register_at_fork'):  # another thread may hold the lock while a worker is forked
-            os.register_at_fork(after_in_child=self._new_lock)
+        renew_after_fork(self)
 
     def __repr__(self) -> str:
         return f'Registry({self.kind!r})'
@@ -200,17 +198,15 @@ class Registry:
         found = [entry for entries in self._current_view().by_key.values() for entry in entries]
         return sorted(found, key=lambda entry: (entry.name, entry.source != 'runtime', entry.distribution))
 
-    def conflicts(self) -> list[AmbiguousNameError]:
-        """The errors that asking for the ambiguous keys would raise."""
+    def conflicts(self) -> dict[str, AmbiguousNameError]:
+        """The keys that are ambiguous, and the error that asking for each would raise."""
         view = self._current_view()
-        errors = []
-        for key, entries in sorted(view.by_key.items()):
+        errors = {}
+        for entries in view.by_key.values():
             try:
-                self._find(view, key, None, False)
+                self._find(view, entries[0].name, None, False)
             except AmbiguousNameError as error:
-                errors.append(error)
-            except UnknownNameError:
-                raise AssertionError(f'{key} of {entries} must be found') from None
+                errors[entries[0].name] = error
         return errors
 
     # -- registering at run time ---------------------------------------------------------------------------------------------------
@@ -370,7 +366,8 @@ class Registry:
             self._view = view
         return view
 
-    def _new_lock(self) -> None:
+    def renew_lock(self) -> None:
+        """For a process that was forked: another thread of its parent may have held the lock."""
         self._lock = threading.RLock()
 
 

@@ -12,10 +12,17 @@ from twinkle.parts import PartEntry, fold
 
 __all__ = ['add_commands', 'describe_entries']
 
+_DOCTOR_HELP = 'load everything in a process of its own; exits 1 if something is broken or in conflict'
+
 
 def add_commands(commands: Any) -> None:
     """Add `plugins` and its sub-commands."""
-    parser = commands.add_parser('plugins', help='what is installed, from where, and what is broken')
+    parser = commands.add_parser(
+        'plugins',
+        help='what is installed, from where, and what is broken',
+        epilog='Examples: twinkle plugins list losses; twinkle plugins show optimizers:adamw; twinkle plugins doctor --json; twinkle '
+        'plugins new my-losses',
+    )
     sub = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
 
     listing = sub.add_parser('list', help='every part by kind and name; nothing is imported')
@@ -26,21 +33,23 @@ def add_commands(commands: Any) -> None:
     show.add_argument('name', help='a name, or kind:name, or name@distribution')
     show.set_defaults(run=_show)
 
-    doctor = sub.add_parser(
-        'doctor', help='load everything in a process of its own; exits 1 if something is broken or in conflict'
-    )
-    doctor.add_argument('--timeout', type=float, default=300.0, help='seconds for all (default: %(default)s)')
-    doctor.set_defaults(run=_doctor)
+    doctor = sub.add_parser('doctor', help=_DOCTOR_HELP)
+    also = commands.add_parser('doctor', help='the same as `twinkle plugins doctor`')
 
     new = sub.add_parser('new', help='write a package with a loss, a patch and tests, ready to install')
     new.add_argument('name', help='the distribution, such as my-losses')
     new.add_argument('--folder', default='.', help='where to put it (default: here)')
     new.set_defaults(run=_new)
-    for command in (listing, show, doctor, new):
+    for command in (doctor, also):
+        command.add_argument(
+            '--timeout', type=float, default=120.0, help='seconds that one part may take (default: %(default)s)'
+        )
+        command.set_defaults(run=_doctor)
+    for command in (listing, show, doctor, also, new):
         command.add_argument('--json', action='store_true', help='for programs; the schema is in the documentation')
 
 
-def describe_entries(entries: Sequence[PartEntry]) -> list[dict[str, str]]:
+def describe_entries(entries: Sequence[PartEntry]) -> list[dict[str, Any]]:
     """Entries as plain data, as `plugins.schema.json` describes them."""
     return [
         {
@@ -51,9 +60,21 @@ def describe_entries(entries: Sequence[PartEntry]) -> list[dict[str, str]]:
             'version': entry.version,
             'source': entry.source,
             'state': entry.state,
+            'reason': entry.reason,
         }
         for entry in entries
     ]
+
+
+class _HookEntries:
+    """The hooks that are installed, listed like a registry's parts."""
+
+    kind = 'hooks'
+
+    def entries(self) -> list[PartEntry]:
+        from twinkle.plugins import HOOKS, plugin_cache
+
+        return [PartEntry.of_plugin(self.kind, found) for found in plugin_cache.parts(HOOKS)]
 
 
 def _kinds(kind: str | None) -> list[Any]:
@@ -69,7 +90,12 @@ def _kinds(kind: str | None) -> list[Any]:
 
 
 def _list(options: argparse.Namespace) -> int:
-    entries = [entry for registry in _kinds(options.kind) for entry in registry.entries()]
+    hooks = _HookEntries()
+    if options.kind is not None and fold(options.kind).rstrip('s') == 'hook':
+        kinds = [hooks]
+    else:
+        kinds = [*_kinds(options.kind), *([hooks] if options.kind is None else [])]
+    entries = [entry for registry in kinds for entry in registry.entries()]
     if options.json:
         print(json.dumps({'format': 1, 'parts': describe_entries(entries)}, indent=2))
         return 0
@@ -79,7 +105,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _note(entry: PartEntry) -> str:
-    return {'unloaded': '', 'loaded': ''}.get(entry.state, entry.state)
+    if entry.state in ('unloaded', 'loaded'):
+        return ''
+    return f'{entry.state}: {entry.reason}' if entry.reason else entry.state
 
 
 def _table(header: list[str], rows: Sequence[Sequence[str]], *, blank_repeats: bool = False) -> None:
@@ -154,11 +182,8 @@ def _doctor(options: argparse.Namespace) -> int:
         for title, key in (('Failures', 'failures'), ('Conflicts', 'conflicts'), ('Warnings', 'warnings')):
             for number, item in enumerate(report[key]):
                 print(f'\n{title}:' if number == 0 else '')
-                print(
-                    f'  {item["kind"]}: {item["name"]}\n    {item["problem"]}'
-                    if item['kind']
-                    else f'  {item["problem"]}'
-                )
+                where = ': '.join(word for word in (item['kind'], item['name']) if word)
+                print(f'  {where}\n    {item["problem"]}' if where else f'  {item["problem"]}')
         print(f'\n{"Nothing is wrong." if not problems else f"{len(problems)} problem(s)."}')
     return int(bool(report['failures'] or report['conflicts']))
 
