@@ -261,3 +261,10 @@ def test_trajectories_train_when_a_template_is_set():
     output = model.forward_backward(inputs=rows)
     assert output['num_tokens'] > 0
     assert math.isfinite(output['loss'])
+
+
+def test_a_mesh_of_one_under_a_launcher_of_two_is_refused(tiny_llama, monkeypatch):
+    """Two processes that would each train a copy of their own are told so, with the sizes."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(MeshError, match='1 process'):
+        TransformersModel(tiny_llama, mixed_precision='no', device_mesh=DeviceMesh.from_sizes(world_size=1, device_type='cpu'))

@@ -223,3 +223,24 @@ def test_interleaved_adapters_do_not_disturb_each_other(tiny_llama):
     alone.clip_grad_and_step()
     mine, theirs = both.get_state_dict(adapter_name='a'), alone.get_state_dict()
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_autocast_equals_pytorchs_own(make_pair, dtype):
+    """bf16 and fp16 give the loss and the gradient norm of the hand-written loop under torch.autocast."""
+    name = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}[dtype]
+    _, plain = make_pair('lora')
+    torch.manual_seed(3)
+    model = TransformersModel(plain.base_model.model.config._name_or_path, mixed_precision=name)
+    torch.manual_seed(3)
+    model.add_adapter_to_model('a', lora())
+    rows = reference.random_rows(8)
+    with torch.autocast('cpu', dtype=dtype):
+        total, count = reference.loss_sum(plain.train(), rows)
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trainable(plain).values()])
+    model.set_optimizer('SGD', lr=0.0)
+    assert model.forward_backward(inputs=rows)['loss'] == pytest.approx(float(total.detach()) / count, rel=RELATIVE)
+    # Scaled and unscaled by the loss scaler, fp16 gradients differ in their last bits.
+    assert model.clip_grad_norm(max_grad_norm=float('inf')) == pytest.approx(float(norm), rel=1e-6 if name == 'bf16' else 2e-3)
+    assert {p.dtype for p in model.model.parameters()} == {torch.float32}

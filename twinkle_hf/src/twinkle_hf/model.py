@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from twinkle.device_mesh import DeviceMesh
 from twinkle.errors import CheckpointError, StateError
+from twinkle.launcher import local_rank, world_size
 from twinkle.model.base import BaseModel
 from twinkle.remote import remote_class
 from twinkle.runtime import default_device_mesh
@@ -85,6 +85,7 @@ class TransformersModel(BaseModel):
     ) -> None:
         self.device_mesh = device_mesh if device_mesh is not None else default_device_mesh()
         check_options(self.device_mesh, strategy, ddp_config, fsdp_config, memory_efficient_init)
+        self.device_mesh.check_world(world_size())
         dtype = kwargs.pop('dtype', kwargs.pop('torch_dtype', None))
         self.precision = Precision.choose(mixed_precision, self.device_mesh.device_type, dtype, grad_scaler_config)
         self.strategy = strategy
@@ -109,7 +110,7 @@ class TransformersModel(BaseModel):
     def device(self) -> torch.device:
         if self.device_mesh.device_type == 'cpu':
             return torch.device('cpu')
-        return torch.device(self.device_mesh.device_type, int(os.environ.get('LOCAL_RANK', '0')))
+        return torch.device(self.device_mesh.device_type, local_rank())
 
     def _run_module(
         self, batch: Mapping[str, Any], adapter_name: str, needs: frozenset[str], *, training: bool, disable_lora: bool
