@@ -223,6 +223,14 @@ def test_a_new_package_needs_a_possible_name(tmp_path, name, capsys):
     assert not (tmp_path / 'here').exists()
 
 
+@pytest.mark.parametrize('name', ['json', 'class', 'torch', 'twinkle', 'twinkle-hf'])
+def test_a_new_package_hides_no_other_module(tmp_path, name, capsys):
+    """A name whose module is Python's own, a keyword, or installed already is refused."""
+    assert main(['plugins', 'new', name, '--folder', str(tmp_path)]) == 1
+    assert 'is taken' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_new_package_never_overwrites(tmp_path, capsys):
     """An existing folder is left as it is."""
     (tmp_path / 'mine').mkdir()

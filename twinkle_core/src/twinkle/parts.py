@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,6 +123,16 @@ class PartEntry:
                 raise
             self.error = None
         return self.part
+
+    def is_part(self, part: Any) -> bool:
+        """Whether this entry means that very object, which is loaded. Nothing is imported to find out."""
+        if self.part is not None:
+            return bool(self.part is part)
+        module_name, _, path = self.target.partition(':')
+        found: Any = sys.modules.get(module_name)
+        for name in path.split('.'):
+            found = getattr(found, name, None)
+        return bool(found is part)
 
     def describe(self) -> str:
         """Who brings it, in a few words."""

@@ -279,7 +279,7 @@ class Registry:
         view = self._current_view()
         # A worker that runs its parent's registration again is not in its own way.
         rivals = [other for other in view.by_key.get(key, []) if other.source == 'plugin' or key in self._runtime]
-        others = [other for other in view.by_class.get(key, []) if other.target != entry.target]
+        others = [other for other in view.by_class.get(key, []) if not other.is_part(entry.part)]
         rivals += [other for other in others if other.source == 'plugin' or fold(other.name) in self._runtime]
         return rivals[0] if rivals else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from twinkle import __version__
@@ -130,17 +133,22 @@ def write_package(dist: str, parent: Path) -> tuple[Path, list[str]]:
         The folder, and the files in it.
 
     Raises:
-        NameNotAllowedError: no distribution can have that name.
+        NameNotAllowedError: no distribution can have that name, or its module would hide another one.
         ConfigError: the folder exists already. Nothing has been written.
     """
     if not re.fullmatch(r'[A-Za-z][A-Za-z0-9]*([-_.]?[A-Za-z0-9]+)*', dist):
         raise NameNotAllowedError(
             f'{dist!r} is no name for a distribution: use letters, digits and single "-", beginning with a letter.'
         )
+    module = re.sub(r'[-.]', '_', dist).lower()
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or find_spec(module) is not None:
+        raise NameNotAllowedError(
+            f'{dist!r} would bring a module {module!r}, which is taken: by Python itself, or by a package that is installed. Choose '
+            'another name.'
+        )
     folder = parent / dist
     if folder.exists():
         raise ConfigError(f'{folder} exists already. Choose another name, or another --folder.')
-    module = re.sub(r'[-.]', '_', dist).lower()
     name = module.removeprefix('twinkle_') or module
     major, minor = __version__.split('.')[:2]
     words = {
