@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-__all__ = ['epoch_order', 'epoch_size', 'global_batches']
+__all__ = ['epoch_order', 'epoch_size', 'global_batches', 'resume_point']
 
 
 def epoch_order(length: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
@@ -21,8 +21,20 @@ def epoch_size(length: int, batch_size: int, *, drop_last: bool) -> int:
     return length - length % batch_size if drop_last else length
 
 
+def resume_point(consumed: int, length: int, batch_size: int, *, drop_last: bool) -> tuple[int, int]:
+    """The epoch, and the rows of it that are over, after `consumed` rows. There is at least one batch behind it."""
+    size = epoch_size(length, batch_size, drop_last=drop_last)
+    epoch, skip = divmod(consumed, size)
+    if drop_last and size - skip < batch_size:
+        return epoch + 1, 0
+    return epoch, skip
+
+
 def global_batches(order: list[int], batch_size: int, *, drop_last: bool, skip: int = 0) -> Iterator[list[int]]:
     """The batches of an epoch from row `skip` on."""
-    end = epoch_size(len(order) - skip, batch_size, drop_last=drop_last) + skip
+    end = epoch_size(len(order), batch_size, drop_last=drop_last)
     for start in range(skip, end, batch_size):
-        yield order[start : min(start + batch_size, end)]
+        batch = order[start : min(start + batch_size, end)]
+        if drop_last and len(batch) < batch_size:
+            return
+        yield batch

@@ -26,7 +26,8 @@ class Dataset:
     """Rows from one or several sources, preprocessed and encoded ahead of training.
 
     `map` and `filter` act on the source that they name (by default the one added last) until sources are mixed or encoded; several
-    sources that were not mixed are joined one after the other.
+    sources that were not mixed are joined one after the other. Rows are kept as JSON: what they hold comes back as it was, but tuples
+    as lists, and numbers of NumPy as plain ones.
 
     Args:
         dataset_meta: the first source. More come with `add_dataset`.

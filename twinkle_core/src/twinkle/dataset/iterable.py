@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.dataset.pipeline import Encode, Keep, Transform, build_filter, build_preprocessor, build_template
+from twinkle.dataset.pipeline import Encode, Keep, Transform, build_filter, build_preprocessor, build_template, fresh
 from twinkle.dataset.reading import read_rows
-from twinkle.errors import ConfigError, StateError
+from twinkle.errors import ConfigError, DataError, StateError
 from twinkle.remote import remote_class, remote_function
 
 if TYPE_CHECKING:
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ['IterableDataset']
 
+_ONCE = ' An iterator can be read only once: for several epochs pass a function that makes it.'
+
 
 @remote_class(execute='first')
 class IterableDataset:
     """Rows of one or several sources, one after the other, each step done as a row comes by. It has no length.
 
     A source that can be read once only (an iterator) gives one epoch; a file, a list or a function gives as many as are asked for.
+
+    Raises:
+        DataError: while rows are read: an empty source (which an iterator is after one epoch), unreadable data, a row that is no
+            dictionary, or no row that is left behind the filters.
     """
 
     def __init__(self, dataset_meta: DatasetMeta | None = None) -> None:
@@ -69,14 +75,23 @@ class IterableDataset:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self._metas:
             raise StateError('There are no rows: add a data set first.')
-        index = 0
+        index, kept = 0, False
         for meta in self._metas:
+            before = index
             for row in read_rows(meta):
-                yield from self._through(row, index)
+                for new in self._through(row, index):
+                    kept = True
+                    yield new
                 index += 1
+            if index == before:
+                raise DataError(
+                    f'{meta.name}: the data set is empty.{_ONCE if isinstance(meta.dataset_id, Iterator) else ""}'
+                )
+        if not kept:
+            raise DataError(f'{"+".join(meta.name for meta in self._metas)}: no row is left of {index}.')
 
     def _through(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-        current = [row]
+        current = [fresh(row)]
         for step in self._steps:
             current = [new for old in current for new in step(old, index)]
         return current

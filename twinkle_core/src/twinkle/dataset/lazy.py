@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.dataset.pipeline import Encode, Keep, Transform, build_filter, build_preprocessor, build_template
+from twinkle.dataset.pipeline import Encode, Keep, Transform, build_filter, build_preprocessor, build_template, fresh
 from twinkle.dataset.reading import read_rows
 from twinkle.errors import ConfigError, DataError, StateError
 from twinkle.logging import progress
@@ -87,7 +87,7 @@ class LazyDataset:
         self._steps.append(Encode(self.template))
 
     def _run(self, row: dict[str, Any], index: int) -> dict[str, Any]:
-        current = dict(row)
+        current = fresh(row)
         for step in self._steps:
             results = step(current, index)
             if len(results) != 1:

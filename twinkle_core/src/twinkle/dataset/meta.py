@@ -39,10 +39,17 @@ class DatasetMeta:
             raise ConfigError(
                 'DatasetMeta needs a dataset_id: a file, a folder, an address, rows, or a function that makes them.'
             )
-        if self.data_slice is not None and (
-            isinstance(self.data_slice, (str, bytes)) or not isinstance(self.data_slice, (slice, Sequence))
+        where = self.data_slice
+        parts = [where.start, where.stop, where.step] if isinstance(where, slice) else where
+        parts = () if isinstance(where, range) else parts
+        if where is not None and (
+            isinstance(where, (str, bytes))
+            or not isinstance(parts, Sequence)
+            or not all(_is_integer(part) or (part is None and isinstance(where, slice)) for part in parts)
         ):
-            raise ConfigError(f'data_slice={self.data_slice!r} must be a slice, a range or a list of indices.')
+            raise ConfigError(f'data_slice={where!r} must be a slice, a range or a list of indices.')
+        if isinstance(where, slice) and where.step == 0:
+            raise ConfigError(f'data_slice={where!r} has a step of 0.')
 
     @property
     def name(self) -> str:
@@ -50,3 +57,7 @@ class DatasetMeta:
         return (
             str(self.dataset_id) if isinstance(self.dataset_id, (str, Path)) else f'<{type(self.dataset_id).__name__}>'
         )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

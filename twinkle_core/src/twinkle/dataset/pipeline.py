@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from twinkle import registry
@@ -11,7 +13,16 @@ from twinkle.errors import ConfigError, DataError, TwinkleError
 if TYPE_CHECKING:
     from twinkle.template import Template
 
-__all__ = ['Encode', 'Keep', 'Transform', 'build_filter', 'build_preprocessor', 'build_template']
+__all__ = ['Encode', 'Keep', 'Transform', 'build_filter', 'build_preprocessor', 'build_template', 'fresh']
+
+
+def fresh(value: Any) -> Any:
+    """A copy whose lists and dictionaries are its own, so that a step may change them. What they hold, such as images, is shared."""
+    if type(value) is dict:
+        return {key: fresh(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(fresh(part) for part in value)
+    return value
 
 
 class Transform:
@@ -71,16 +82,19 @@ def build_template(spec: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _with_options(parts: registry.Registry, spec: Any, options: Mapping[str, Any]) -> Any:
-    part = parts.resolve(spec)
-    if isinstance(part, type):
-        return parts.build(part, **options)
-    if options and callable(part) and hasattr(part, '__code__'):
-        from functools import partial
-
-        return partial(part, **options)
-    if options:
-        raise ConfigError(f'{spec!r} is built already and takes no options, got {sorted(options)}.')
-    return part
+    part = parts.resolve(spec, trust_remote_code=options.get('trust_remote_code') is True)
+    if not options or not inspect.isroutine(part):
+        return parts.build(spec, **options)
+    names = inspect.signature(part).parameters
+    bound = {key: value for key, value in options.items() if key != 'trust_remote_code' or key in names}
+    function = partial(part, **bound)
+    try:
+        inspect.signature(part).bind({}, **bound)
+    except TypeError as error:
+        raise ConfigError(
+            f'{_name(part)}: {error}. Its options are: {", ".join(list(names)[1:]) or "none"}.'
+        ) from None
+    return function
 
 
 def _call(function: Callable[..., Any], row: dict[str, Any], index: int) -> Any:
@@ -97,4 +111,5 @@ def _call(function: Callable[..., Any], row: dict[str, Any], index: int) -> Any:
 
 
 def _name(function: Any) -> str:
+    function = function.func if isinstance(function, partial) else function
     return getattr(function, '__qualname__', None) or type(function).__name__

@@ -48,7 +48,7 @@ def drop_nested_none(value: Any, *, top: bool = True) -> Any:
     """`value` without the Nones that Arrow put into nested dictionaries. Top-level columns keep theirs."""
     if isinstance(value, Mapping):
         return {k: drop_nested_none(v, top=False) for k, v in value.items() if top or v is not None}
-    if isinstance(value, list) and value and isinstance(value[0], (Mapping, list)):
+    if isinstance(value, list) and any(isinstance(v, (Mapping, list)) for v in value):
         return [drop_nested_none(v, top=False) for v in value]
     return value
 
@@ -72,20 +72,31 @@ def _from_path(meta: DatasetMeta) -> Iterable[Any]:
     from twinkle.hub import resolve_dataset
 
     local = Path(str(meta.dataset_id)).expanduser()
-    if not local.exists():
-        fetched = resolve_dataset(str(meta.dataset_id), revision=meta.revision)
-        return _from_arrow(_load_dataset(fetched, meta))
+    fetched = not local.exists()
+    if fetched:
+        local = Path(resolve_dataset(str(meta.dataset_id), revision=meta.revision))
     if local.is_file():
         return _from_file(local)
     if (local / 'dataset_info.json').is_file() or (local / 'dataset_dict.json').is_file():
-        import datasets
-
-        loaded = datasets.load_from_disk(str(local))
-        return _from_arrow(loaded[meta.split] if isinstance(loaded, datasets.DatasetDict) else loaded)
+        return _from_arrow(_load_from_disk(local, meta))
+    if fetched:
+        return _from_arrow(_load_dataset(str(local), meta))
     files = sorted(path for path in local.rglob('*') if path.suffix in _SUFFIXES)
     if not files:
         raise DataError(f'{local}: the folder holds no {", ".join(_SUFFIXES)} file.')
     return (row for path in files for row in _from_file(path))
+
+
+def _load_from_disk(folder: Path, meta: DatasetMeta) -> Any:
+    """What `save_to_disk` of the datasets library wrote."""
+    import datasets
+
+    loaded = datasets.load_from_disk(str(folder))
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if meta.split not in loaded:
+        raise DataError(f'{folder}: there is no split {meta.split!r}; there are {", ".join(sorted(loaded))}.')
+    return loaded[meta.split]
 
 
 def _load_dataset(folder: str, meta: DatasetMeta) -> Any:
@@ -94,7 +105,7 @@ def _load_dataset(folder: str, meta: DatasetMeta) -> Any:
 
     try:
         return datasets.load_dataset(folder, name=meta.subset_name, split=meta.split)
-    except (ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+    except (ValueError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f'{meta.name}: {error}') from error
 
 
@@ -102,7 +113,7 @@ def _from_file(path: Path) -> Iterable[Any]:
     if path.suffix == '.jsonl':
         return _from_jsonl(path)
     if path.suffix == '.json':
-        return _from_json(path)
+        return _checked(_from_json(path), str(path))
     if path.suffix in ('.csv', '.parquet'):
         return _from_arrow(_read_table(path))
     raise DataError(f'{path}: files of type {path.suffix or "(none)"!r} are not read; use {", ".join(_SUFFIXES)}.')
@@ -114,14 +125,25 @@ def _read_table(path: Path) -> Any:
 
     try:
         if path.suffix == '.csv':
-            from pyarrow import csv
-
-            return csv.read_csv(str(path))
+            return _read_csv(path)
         from pyarrow import parquet
 
         return parquet.read_table(str(path), memory_map=True)
     except pyarrow.ArrowException as error:
         raise DataError(f'{path}: cannot be read as {path.suffix}: {error}') from error
+
+
+def _read_csv(path: Path) -> Any:
+    """Numbers become numbers; what looks like a date stays the text that it is. Texts may go over several lines."""
+    import pyarrow
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(str(path), parse_options=parse)
+    dates = {field.name: pyarrow.string() for field in table.schema if pyarrow.types.is_temporal(field.type)}
+    if not dates:
+        return table
+    return csv.read_csv(str(path), parse_options=parse, convert_options=csv.ConvertOptions(column_types=dates))
 
 
 def _from_arrow(table: Any) -> Iterator[Any]:
@@ -136,31 +158,41 @@ def _from_arrow(table: Any) -> Iterator[Any]:
 
 
 def _from_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding='utf-8') as file:
+    with path.open('rb') as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f'{path}, line {number}: not JSON ({error.msg}, column {error.colno}).') from error
+                row = _parse(line, f'{path}, line {number}')
+                if not isinstance(row, Mapping):
+                    raise DataError(f'{path}, line {number}: {_no_row(row)}')
+                yield row
 
 
 def _from_json(path: Path) -> list[Any]:
-    try:
-        rows = json.loads(path.read_text(encoding='utf-8'))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f'{path}, line {error.lineno}: not JSON ({error.msg}). For one row per line name it .jsonl.'
-        ) from error
+    rows = _parse(path.read_bytes(), str(path), ' For one row per line name it .jsonl.')
     if not isinstance(rows, list):
         raise DataError(f'{path}: holds {type(rows).__name__}; a .json file must hold a list of rows.')
     return rows
 
 
+def _parse(data: bytes, where: str, hint: str = '') -> Any:
+    """JSON out of UTF-8, with or without a byte-order mark."""
+    try:
+        return json.loads(data.decode('utf-8-sig'))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f'{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.'
+        ) from error
+    except json.JSONDecodeError as error:
+        line = f', line {error.lineno}' if error.lineno > 1 or hint else ''
+        raise DataError(f'{where}{line}: not JSON ({error.msg}, column {error.colno}).{hint}') from error
+
+
 def _checked(rows: Iterable[Any], name: str) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f'{name}: row {index} is {type(row).__name__}; a row is a dictionary, such as {{"messages": [...]}}.'
-            )
+            raise DataError(f'{name}: row {index}: {_no_row(row)}')
         yield dict(row)
+
+
+def _no_row(row: Any) -> str:
+    return f'a row is a dictionary, such as {{"messages": [...]}}, and this is {type(row).__name__}.'

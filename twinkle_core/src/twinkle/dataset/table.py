@@ -15,7 +15,7 @@ from twinkle.errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ['make_table', 'map_table', 'unpack_row']
+__all__ = ['iterate', 'make_table', 'map_table', 'unpack_row']
 
 _COLUMN = 'row'
 
@@ -26,7 +26,9 @@ def make_table(rows: Iterable[dict[str, Any]]) -> datasets.Dataset:
     """A table of rows, in memory."""
     import datasets
 
-    return datasets.Dataset.from_dict({_COLUMN: [_pack(row, index) for index, row in enumerate(rows)]})
+    return datasets.Dataset.from_dict(
+        {_COLUMN: [_pack(row, index) for index, row in enumerate(rows)]}, features=_features()
+    )
 
 
 def unpack_row(record: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +48,11 @@ def map_table(table: datasets.Dataset, step: Step, *, desc: str, num_proc: int |
 
     def batch(records: dict[str, list[str]], indices: list[int]) -> dict[str, list[str]]:
         made = (
-            new for text, index in zip(records[_COLUMN], indices, strict=True) for new in step(json.loads(text), index)
+            (new, index)
+            for text, index in zip(records[_COLUMN], indices, strict=True)
+            for new in step(json.loads(text), index)
         )
-        return {_COLUMN: [_pack(row, index) for index, row in enumerate(made)]}
+        return {_COLUMN: [_pack(row, index) for row, index in made]}
 
     shown = datasets.are_progress_bars_disabled()
     if not rank_zero() or os.environ.get('TWINKLE_PROGRESS', '1') == '0':
@@ -62,7 +66,7 @@ def map_table(table: datasets.Dataset, step: Step, *, desc: str, num_proc: int |
             num_proc=num_proc,
             keep_in_memory=not table.cache_files,
             load_from_cache_file=False,
-            features=datasets.Features({_COLUMN: datasets.Value('large_string')}),
+            features=_features(),
             # Functions need no stable hash when nothing is read back from a cache.
             new_fingerprint=uuid.uuid4().hex,
             desc=desc,
@@ -77,9 +81,22 @@ def iterate(table: Any) -> Iterator[dict[str, Any]]:
     return (unpack_row(record) for record in table)
 
 
+def _features() -> datasets.Features:
+    """The same for all tables, so that they can be mixed; large, so that no table is too big."""
+    import datasets
+
+    return datasets.Features({_COLUMN: datasets.Value('large_string')})
+
+
 def _pack(row: dict[str, Any], index: int) -> str:
     try:
-        return json.dumps(row, ensure_ascii=False, default=_plain)
+        _check_keys(row)
+        text = json.dumps(row, ensure_ascii=False, default=_plain)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which a table takes only as an escape
+            text = json.dumps(row, default=_plain)
+        return text
     except (TypeError, ValueError) as error:
         kinds = {key: type(value).__name__ for key, value in row.items()}
         raise DataError(
@@ -93,3 +110,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, 'tolist') and callable(value.tolist):
         return value.tolist()
     raise TypeError(f'{type(value).__name__} is neither text, number, list nor dictionary')
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would turn into text in silence."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f'the key {key!r} is {type(key).__name__}, not text')
+            _check_keys(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            if isinstance(part, (dict, list, tuple)):
+                _check_keys(part)

@@ -17,13 +17,16 @@ class AlpacaProcessor(Preprocessor):
     Layout: Taori et al., Stanford Alpaca, 2023.
 
     Raises:
-        DataError: a row without instruction or output.
+        DataError: a row without instruction or output, or with one that is no text.
     """
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        missing = [key for key in ('instruction', 'output') if not row.get(key)]
+        missing = [key for key in ('instruction', 'output') if row.get(key) in (None, '')]
         if missing:
             raise DataError(f'AlpacaProcessor: the row has no {" and no ".join(missing)} (columns: {sorted(row)}).')
+        for key in ('instruction', 'input', 'output', 'system'):
+            if row.get(key) is not None and not isinstance(row[key], str):
+                raise DataError(f'AlpacaProcessor: {key} is {type(row[key]).__name__} ({row[key]!r}); it must be text.')
         question = row['instruction'] + (f'\n{row["input"]}' if row.get('input') else '')
         system = [{'role': 'system', 'content': row['system']}] if row.get('system') else []
         rest = {key: value for key, value in row.items() if key not in ('instruction', 'input', 'output', 'system')}
