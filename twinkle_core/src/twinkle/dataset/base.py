@@ -72,14 +72,19 @@ class Dataset:
         """Make one of several sources: row by row in turn (or by `probabilities`), or one after the other.
 
         Raises:
-            ConfigError: probabilities that are not one per source, or do not sum to 1.
+            ConfigError: probabilities that are not one per source, do not sum to 1, or are given where nothing is interleaved;
+                another stopping strategy than these two.
         """
         import datasets
 
         if not self._tables:
             raise StateError('There is nothing to mix: add a data set first.')
+        if stopping_strategy not in ('first_exhausted', 'all_exhausted'):
+            raise ConfigError(f"stopping_strategy={stopping_strategy!r} must be 'first_exhausted' or 'all_exhausted'.")
         if probabilities is not None:
-            if len(probabilities) != len(self._tables) or any(p < 0 for p in probabilities):
+            if not interleave:
+                raise ConfigError('probabilities are for interleave=True; with False each source comes as a whole.')
+            if len(probabilities) != len(self._tables) or not all(p >= 0 for p in probabilities):
                 raise ConfigError(
                     f'probabilities={list(probabilities)} must be one per source, and there are {len(self._tables)}.'
                 )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ['LazyDataset']
 
+_Numbered = tuple[int, dict[str, Any]]
+
 
 @remote_class(execute='first')
 class LazyDataset:
@@ -31,14 +33,16 @@ class LazyDataset:
 
     def __init__(self, dataset_meta: DatasetMeta | None = None) -> None:
         self.template: Template | None = None
-        self._rows: list[tuple[int, dict[str, Any]]] = []
+        self._rows: list[_Numbered] = []
+        self._read = 0
+        self._filters: list[tuple[int, Keep]] = []
         self._steps: list[Callable[[dict[str, Any], int], list[dict[str, Any]]]] = []
         if dataset_meta is not None:
             self.add_dataset(dataset_meta)
 
     @remote_function(execute='first')
     def add_dataset(self, dataset_meta: DatasetMeta) -> None:
-        """Read one more source; its rows come behind those there are, and go through the same steps."""
+        """Read one more source; its rows come behind those there are, and go through the same steps and filters."""
         if not isinstance(dataset_meta, DatasetMeta):
             raise ConfigError(
                 f'A data set is added by a DatasetMeta, not by {type(dataset_meta).__name__}: DatasetMeta(path_or_rows).'
@@ -46,7 +50,11 @@ class LazyDataset:
         rows = list(progress(read_rows(dataset_meta), desc=f'Reading {dataset_meta.name}', unit='row'))
         if not rows:
             raise DataError(f'{dataset_meta.name}: the data set is empty.')
-        self._rows += enumerate(rows, len(self._rows))
+        numbered = list(enumerate(rows, self._read))
+        self._read += len(rows)
+        for done, keep in self._filters:
+            numbered = self._kept(numbered, keep, done)
+        self._rows += numbered
 
     @remote_function(execute='first')
     def map(self, preprocessor: Any, **options: Any) -> None:
@@ -60,15 +68,11 @@ class LazyDataset:
         Raises:
             DataError: none is left.
         """
+        if not self._rows:
+            raise StateError('Filtering: there are no rows. Add a data set first.')
         keep = Keep(build_filter(filter, options))
-        kept = [
-            (index, row)
-            for index, row in progress(self._rows, desc='Filtering', unit='row')
-            if keep(self._run(row, index), index)
-        ]
-        if not kept:
-            raise DataError(f'Filtering: no row is left of {len(self._rows)}.')
-        self._rows = kept
+        self._rows = self._kept(self._rows, keep, len(self._steps))
+        self._filters.append((len(self._steps), keep))
 
     @remote_function(execute='first')
     def set_template(self, template: Any = 'default', **options: Any) -> None:
@@ -86,9 +90,17 @@ class LazyDataset:
             raise StateError("encode() needs a template: call set_template('default', model_id=...) first.")
         self._steps.append(Encode(self.template))
 
-    def _run(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+    def _kept(self, rows: list[_Numbered], keep: Keep, done: int) -> list[_Numbered]:
+        """The rows that a filter keeps behind the first `done` steps."""
+        shown = progress(rows, desc='Filtering', unit='row')
+        kept = [(index, row) for index, row in shown if keep(self._run(row, index, done), index)]
+        if not kept:
+            raise DataError(f'Filtering: no row is left of {len(rows)}.')
+        return kept
+
+    def _run(self, row: dict[str, Any], index: int, done: int | None = None) -> dict[str, Any]:
         current = fresh(row)
-        for step in self._steps:
+        for step in self._steps[:done]:
             results = step(current, index)
             if len(results) != 1:
                 raise DataError(

@@ -19,10 +19,13 @@ __all__ = ['Encode', 'Keep', 'Transform', 'build_filter', 'build_preprocessor', 
 def fresh(value: Any) -> Any:
     """A copy whose lists and dictionaries are its own, so that a step may change them. What they hold, such as images, is shared."""
     if type(value) is dict:
-        return {key: fresh(part) for key, part in value.items()}
+        return {key: fresh(part) if type(part) in _NESTED else part for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(fresh(part) for part in value)
+        return type(value)(fresh(part) if type(part) in _NESTED else part for part in value)
     return value
+
+
+_NESTED = (dict, list, tuple)
 
 
 class Transform:
@@ -42,13 +45,13 @@ class Transform:
 
 
 class Keep:
-    """One row in, that row or none out."""
+    """One row in, that row or none out; the function sees a copy."""
 
     def __init__(self, function: Callable[[Mapping[str, Any]], bool]) -> None:
         self.function = function
 
     def __call__(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-        return [row] if _call(self.function, row, index) else []
+        return [row] if _call(self.function, fresh(row), index) else []
 
 
 class Encode:
@@ -91,9 +94,7 @@ def _with_options(parts: registry.Registry, spec: Any, options: Mapping[str, Any
     try:
         inspect.signature(part).bind({}, **bound)
     except TypeError as error:
-        raise ConfigError(
-            f'{_name(part)}: {error}. Its options are: {", ".join(list(names)[1:]) or "none"}.'
-        ) from None
+        raise ConfigError(f'{_name(part)}: {error}. Its options are: {", ".join(list(names)[1:]) or "none"}.') from None
     return function
 
 
