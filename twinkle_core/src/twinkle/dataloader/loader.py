@@ -81,6 +81,8 @@ class DataLoader:
             value = self._workers[name]
             if not (value is None and name == 'prefetch_factor') and (not _is_integer(value) or value < least):
                 raise ConfigError(f'{name}={value!r} must be an integer of at least {least}.')
+        if not _is_integer(self.seed):
+            raise ConfigError(f'seed={self.seed!r} must be an integer.')
         if self._by_index:
             if not len(self.dataset):
                 raise DataError('The data set is empty: there is nothing to load.')
@@ -88,6 +90,10 @@ class DataLoader:
                 raise DataError(
                     f'drop_last leaves nothing: the data set has {len(self.dataset)} row(s), a batch {size}.'
                 )
+        elif not hasattr(self.dataset, '__iter__'):
+            raise ConfigError(
+                f'dataset is {type(self.dataset).__name__}; pass rows by index, or something that can be iterated.'
+            )
         elif self.shuffle:
             raise ConfigError('shuffle=True needs a data set with a length; iterable data comes in its own order.')
         elif self._workers['num_workers'] > 1:
