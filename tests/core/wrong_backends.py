@@ -43,9 +43,10 @@ class GradientNotNormalised(ToyModel):
 class GradientPerRow(ToyModel):
     """Divides by rows where tokens are meant."""
 
-    def _loss_of(self, state, batch, outputs, kwargs):
+    def _begin(self, state, inputs):
+        batch = super()._begin(state, inputs)
         self._rows = float((batch['labels'] != -100).any(-1).sum())
-        return super()._loss_of(state, batch, outputs, kwargs)
+        return batch
 
     def _backward(self, state, outputs, loss):
         before = state.window.count

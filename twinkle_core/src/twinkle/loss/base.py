@@ -31,6 +31,11 @@ class Loss(ABC):
     requires: frozenset[str] = frozenset({'logps'})
     required_inputs: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must hold `ref_logps` [B, T]; a model with adapters adds them, computed with the adapter disabled."""
+        return False
+
     @abstractmethod
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         """The loss of one micro-batch.

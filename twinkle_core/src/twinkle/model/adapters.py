@@ -21,7 +21,7 @@ _NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_-]*')
 class AdapterTable:
     """The states of a model's adapters, by name. Without adapters there is one state, the base model's, named `''`."""
 
-    def __init__(self, make_state: Callable[[str], TrainState] = TrainState) -> None:
+    def __init__(self, make_state: Callable[[str], TrainState]) -> None:
         self._make_state = make_state
         self._states: dict[str, TrainState] = {'': make_state('')}
         self._enclosing: ContextVar[str | None] = ContextVar('enclosing_adapter', default=None)

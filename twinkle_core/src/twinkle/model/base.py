@@ -15,11 +15,10 @@ import torch
 
 from twinkle import registry
 from twinkle.errors import ConfigError, NotSupportedError, StateError
-from twinkle.logging import get_logger
 from twinkle.loss.base import as_loss
-from twinkle.loss.outputs import outputs_from_logits
 from twinkle.model import checkpointing, stepping
 from twinkle.model.adapters import AdapterTable
+from twinkle.model.evaluation import can_evaluate, loss_of, mean_of, needs_of, update_metrics, with_loss
 from twinkle.model.inputs import prepare_inputs
 from twinkle.model.merging import merge_outputs
 from twinkle.model.protocol import TwinkleModel
@@ -37,12 +36,9 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from twinkle.data_format import LossOutput, ModelOutput
-    from twinkle.loss import Loss
     from twinkle.metric import Metric
 
 __all__ = ['BaseModel']
-
-logger = get_logger('twinkle.model')
 
 
 class BaseModel(TwinkleModel):
@@ -123,7 +119,8 @@ class BaseModel(TwinkleModel):
         self._no_unknown('forward', kwargs)
         state = self._adapters.get(adapter_name)
         batch = self._begin(state, inputs)
-        needs = self._needs(state, batch, is_training=True, return_logits=return_logits)
+        needs = needs_of(state, batch, is_training=True, return_logits=return_logits, with_loss=True)
+        self._add_reference(state, batch, {})
         outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
         state.pending = PendingForward(batch, outputs)
         return outputs
@@ -141,14 +138,14 @@ class BaseModel(TwinkleModel):
         self._refuse('forward_only')
         state = self._adapters.get(adapter_name)
         batch = prepare_inputs(state, inputs, self.device)
-        with_loss = not disable_lora and 'labels' in batch and _can_evaluate(state.loss, batch, kwargs)
-        needs = self._needs(state, batch, is_training=False, return_logits=return_logits, with_loss=with_loss)
+        evaluated = not disable_lora and can_evaluate(state, batch, kwargs)
+        needs = needs_of(state, batch, is_training=False, return_logits=return_logits, with_loss=evaluated)
         outputs = self._run_module(batch, state.adapter_name, needs, training=False, disable_lora=disable_lora)
         with torch.no_grad():
-            loss = self._loss_of(state, batch, outputs, kwargs) if with_loss else None
-            self._update_metrics(state, batch, outputs, loss, is_training=False)
+            loss = loss_of(state, batch, outputs, kwargs) if evaluated else None
+            update_metrics(state, batch, outputs, loss, is_training=False)
         state.pending = PendingForward(batch, outputs, loss, is_training=False)
-        return _with_loss(outputs, loss) if loss is not None else outputs
+        return with_loss(outputs, loss) if loss is not None else outputs
 
     @remote_function(dispatch='all', collect='mean')
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
@@ -159,9 +156,9 @@ class BaseModel(TwinkleModel):
             raise StateError('calculate_loss() needs a forward pass: call forward(inputs) (or forward_only) first.')
         if pending.loss is None:
             with torch.set_grad_enabled(pending.is_training):
-                pending.loss = self._loss_of(state, pending.inputs, pending.outputs, kwargs)
-            self._update_metrics(state, pending.inputs, pending.outputs, pending.loss, is_training=pending.is_training)
-        return _mean(pending.loss)
+                pending.loss = loss_of(state, pending.inputs, pending.outputs, kwargs)
+            update_metrics(state, pending.inputs, pending.outputs, pending.loss, is_training=pending.is_training)
+        return mean_of(pending.loss)
 
     @remote_function(dispatch='all')
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
@@ -190,12 +187,13 @@ class BaseModel(TwinkleModel):
     ) -> ModelOutput:
         state = self._state(adapter_name, gradient_accumulation_steps)
         batch = self._begin(state, inputs)
-        needs = self._needs(state, batch, is_training=True, return_logits=return_logits, with_loss=True)
+        needs = needs_of(state, batch, is_training=True, return_logits=return_logits, with_loss=True)
+        self._add_reference(state, batch, kwargs)
         outputs = self._run_module(batch, state.adapter_name, needs, training=True, disable_lora=False)
-        loss = self._loss_of(state, batch, outputs, kwargs)
+        loss = loss_of(state, batch, outputs, kwargs)
         self._backward(state, outputs, loss)
-        self._update_metrics(state, batch, outputs, loss, is_training=True)
-        return _with_loss({'logits': outputs['logits'].detach()} if return_logits else {}, loss)
+        update_metrics(state, batch, outputs, loss, is_training=True)
+        return with_loss({'logits': outputs['logits'].detach()} if return_logits else {}, loss)
 
     def _begin(self, state: TrainState, inputs: Any) -> dict[str, Any]:
         """Start a training micro-batch: what was pending is dropped, metrics take the time, inputs become tensors."""
@@ -208,69 +206,15 @@ class BaseModel(TwinkleModel):
         state.pending = None
         stepping.accumulate(state, loss, outputs.get('aux_loss'), self)
 
-    def _needs(
-        self,
-        state: TrainState,
-        batch: Mapping[str, Any],
-        *,
-        is_training: bool,
-        return_logits: bool,
-        with_loss: bool = False,
-    ) -> frozenset[str]:
-        needs: set[str] = set()
-        if 'labels' in batch:
-            for metric in state.metrics(is_training).values():
-                needs |= metric.requires
-            if is_training or with_loss:
-                needs |= self._loss(state).requires
-        return frozenset(needs | {'logits'} if return_logits else needs)
-
-    def _loss(self, state: TrainState) -> Loss:
-        if state.loss is None:
-            state.loss = as_loss(registry.losses.build('default', backend=self.backend))
-        return state.loss
-
-    def _loss_of(
-        self, state: TrainState, batch: Mapping[str, Any], outputs: ModelOutput, kwargs: Mapping[str, Any]
-    ) -> LossOutput:
-        loss = self._loss(state)
-        missing = loss.requires - outputs.keys()
-        if missing and 'logits' in outputs and 'labels' in batch:
-            # set_loss() after forward(): what can be derived from the logits is.
-            derived = outputs_from_logits(
-                outputs['logits'], batch['labels'], frozenset(missing), loss_weights=batch.get('loss_weights')
-            )
-            outputs.update(derived)
-            missing = loss.requires - outputs.keys()
-        if missing:
-            raise StateError(
-                f'{type(loss).__name__} needs {sorted(missing)}, which the forward pass did not compute (it has {sorted(outputs)}'
-                f'{"" if "labels" in batch else "; the inputs have no labels"}). Give inputs with labels, and call set_loss() '
-                'before forward().'
-            )
-        result = loss(batch, outputs, **kwargs)
-        if not state.warned_empty and float(result.count) == 0:
-            state.warned_empty = True
-            logger.warning(
-                'A micro-batch has nothing to learn from: every label is -100. It counts 0 and contributes no gradient. '
-                'This is said once per adapter.'
-            )
-        return result
-
-    def _update_metrics(
-        self,
-        state: TrainState,
-        batch: Mapping[str, Any],
-        outputs: ModelOutput,
-        loss: LossOutput | None,
-        *,
-        is_training: bool,
-    ) -> None:
-        if 'labels' not in batch:
+    def _add_reference(self, state: TrainState, batch: dict[str, Any], kwargs: Mapping[str, Any]) -> None:
+        """Log-probabilities of the reference, for a loss that needs them and was given none: the base model, adapter disabled."""
+        if not state.loss.needs_reference or not state.adapter_name:
             return
-        with torch.no_grad():
-            for metric in state.metrics(is_training).values():
-                metric.update(batch, outputs, loss)
+        if batch.get('ref_logps') is None and kwargs.get('ref_logps') is None and 'labels' in batch:
+            outputs = self._run_module(
+                batch, state.adapter_name, frozenset({'logps'}), training=False, disable_lora=True
+            )
+            batch['ref_logps'] = outputs['logps']
 
     # -- stepping --------------------------------------------------------------------------------------------------------------
 
@@ -331,7 +275,10 @@ class BaseModel(TwinkleModel):
 
     def _new_state(self, adapter_name: str) -> TrainState:
         state = TrainState(
-            adapter_name, scaler=self._make_scaler(), processor=self._build('input_processors', 'default')
+            adapter_name,
+            loss=as_loss(self._build('losses', 'default')),
+            scaler=self._make_scaler(),
+            processor=self._build('input_processors', 'default'),
         )
         for name in ('loss', 'train'):
             state.train_metrics[name] = self._build('metrics', name)
@@ -512,20 +459,6 @@ class BaseModel(TwinkleModel):
     def _no_unknown(self, method: str, kwargs: Mapping[str, Any]) -> None:
         if kwargs:
             raise ConfigError(f'{method}() takes no {sorted(kwargs)}; keywords for the loss go to calculate_loss().')
-
-
-def _mean(loss: LossOutput) -> float:
-    count = float(loss.count)
-    return float(loss.loss_sum.detach()) / count if count else 0.0
-
-
-def _with_loss(outputs: Any, loss: LossOutput) -> ModelOutput:
-    return {**outputs, 'loss': _mean(loss), 'num_tokens': float(loss.count)}  # type: ignore[typeddict-item]
-
-
-def _can_evaluate(loss: Loss | None, batch: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a forward without gradients has what the loss needs beside the module's outputs."""
-    return all(key in batch or key in kwargs for key in getattr(loss, 'required_inputs', ()))
 
 
 def _check_norm(max_grad_norm: float) -> float:

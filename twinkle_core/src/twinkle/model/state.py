@@ -46,10 +46,10 @@ class TrainState:
     """
 
     adapter_name: str
+    loss: Loss
     optimizer: Any = None
     lr_scheduler: Any = None
     scaler: Any = None
-    loss: Loss | None = None
     template: Template | None = None
     processor: InputProcessor | None = None
     own_processor: bool = False

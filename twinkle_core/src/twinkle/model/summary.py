@@ -29,7 +29,7 @@ def _state_lines(model: BaseModel, state: TrainState) -> dict[str, str]:
         'trainable': f'{trainable:,} of {total:,} parameters ({100 * trainable / max(total, 1):.3f}%)',
         'optimizer': _optimizer(state.optimizer),
         'lr schedule': _named(state.lr_scheduler),
-        'loss': _named(state.loss) if state.loss is not None else 'default',
+        'loss': _named(state.loss),
         'template': _named(state.template),
         'processor': _named(state.processor),
         'metrics': f'training: {", ".join(state.train_metrics) or "-"}; evaluation: {", ".join(state.eval_metrics) or "-"}',
