@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from twinkle.data_format import LossOutput
-from twinkle.metric import Accuracy, LossMetric, TrainInfo, TrainMetric
+from twinkle.metric import (
+    Accuracy,
+    CompletionRewardMetric,
+    DPOMetric,
+    EmbeddingMetric,
+    GRPOMetric,
+    LossMetric,
+    TrainInfo,
+    TrainMetric,
+)
 
 INFO = TrainInfo(step=3, lr=(0.1, 0.2), grad_norm=1.5)
 
@@ -61,3 +70,29 @@ def test_train_metric_gives_numbers_of_the_run():
     metric.update({'attention_mask': mask}, {}, LossOutput(torch.tensor(1e5), 1))
     assert metric.compute(metric.sums(), INFO)['perplexity'] == math.inf
     assert 'grad_norm' not in metric.compute(metric.sums(), TrainInfo())
+
+
+def test_metrics_of_losses_are_means_of_what_the_loss_adds_up():
+    """Sums of several micro-batches and ranks make means over pairs, tokens, queries and rows."""
+    metric = DPOMetric()
+    for chosen, rejected in ((2.0, 1.0), (0.0, 3.0)):
+        sums = {'chosen_rewards': chosen, 'rejected_rewards': rejected, 'right': float(chosen > rejected), 'pairs': 1.0}
+        metric.update({}, {}, LossOutput(torch.tensor(0.0), 1, sums))
+    assert metric.compute(metric.sums(), INFO) == {
+        'chosen_rewards': 1.0,
+        'rejected_rewards': 2.0,
+        'reward_margin': -1.0,
+        'reward_accuracy': 0.5,
+    }
+    policy = GRPOMetric()
+    policy.update({}, {}, LossOutput(torch.tensor(0.0), 1, {'clipped': 1.0, 'ratio': 4.0, 'tokens': 4}))
+    assert policy.compute(policy.sums(), INFO) == {'kl': 0.0, 'entropy': 0.0, 'clip_fraction': 0.25, 'ratio': 1.0}
+    embedding = EmbeddingMetric()
+    embedding.update({}, {}, LossOutput(torch.tensor(0.0), 1, {'positive': 1.5, 'hits': 1, 'queries': 2.0}))
+    assert embedding.compute(embedding.sums(), INFO) == {'positive_similarity': 0.75, 'retrieval_accuracy': 0.5}
+    rewards = CompletionRewardMetric()
+    rewards.update({'rewards': [1.0, 3.0], 'labels': torch.tensor([[1, -100], [2, 3]])}, {}, None)
+    assert rewards.compute(rewards.sums(), INFO) == {'reward': 2.0, 'reward_std': 1.0, 'completion_length': 1.5}
+    for empty in (metric, policy, embedding, rewards):
+        empty.reset()
+        assert set(empty.compute(empty.sums(), INFO).values()) == {0.0}
