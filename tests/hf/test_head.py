@@ -162,3 +162,33 @@ def test_the_probe_draws_nothing_from_the_random_state():
         torch.manual_seed(1)
         losses.append(model.forward_backward(inputs=ROWS)['loss'])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize('split', [[6], [1, 5], [2, 2, 2]])
+def test_router_losses_are_means_over_micro_batches(split):
+    """A mixture of experts: its router loss, weighted as Transformers does, is averaged over micro-batches, never over tokens."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, router_aux_loss_coef=0.1,
+        output_router_logits=True,
+    )  # fmt: skip
+    model = TransformersModel(config=config, mixed_precision='no')
+    start, parts = 0, []
+    for size in split:
+        parts.append(ROWS[start : start + size])
+        start += size
+    for part in parts:
+        model.forward_backward(inputs=part, gradient_accumulation_steps=len(parts))
+    model.clip_grad_norm(max_grad_norm=float('inf'))
+    got = {n: p.grad.clone() for n, p in model.model.named_parameters()}
+    model.model.zero_grad()
+    sums = [reference.loss_sum(model.model, part) for part in parts]
+    total = sum(value for value, _ in sums) / sum(count for _, count in sums)
+    for part in parts:
+        batch = reference.collate(part)
+        output = model.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
+        total = total + 0.1 * output.aux_loss / len(parts)
+    total.backward()
+    for name, parameter in model.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)

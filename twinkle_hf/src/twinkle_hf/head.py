@@ -49,7 +49,7 @@ class OutputHead:
         """Call `run` (the module's forward on `batch`) so that it computes `needs`, and no logits unless they are needed."""
         head = self._module.get_output_embeddings() if hasattr(self._module, 'get_output_embeddings') else None
         if head is None or not needs & _FROM_HEAD:
-            return _collect(run(), {})
+            return self._collect(run(), {})
         labels, weights = batch.get('labels'), batch.get('loss_weights')
         if 'logits' not in needs:
             self._probe(head)
@@ -69,7 +69,7 @@ class OutputHead:
 
         with _forward_replaced(head, stand_in) as original:
             output = run()
-        return _collect(output, found)
+        return self._collect(output, found)
 
     def _with_logits(
         self, head: nn.Module, run: Run, labels: Tensor | None, needs: frozenset[str], weights: Tensor | None
@@ -91,7 +91,23 @@ class OutputHead:
             found['logits'] = logits_BTV
         if 'hidden_states' in needs:
             found['hidden_states'] = hidden[0]
-        return _collect(output, found)
+        return self._collect(output, found)
+
+    def _collect(self, output: Any, found: dict[str, Any]) -> ModelOutput:
+        """`found`, and what the module itself returns under the names of `ModelOutput`."""
+        aux_loss = getattr(output, 'aux_loss', None)
+        if isinstance(aux_loss, Tensor):
+            # Transformers returns the router's loss unweighted, and weights it only when it computes the whole loss itself.
+            config = self._module.config
+            weight = getattr(
+                config, 'router_aux_loss_coef', getattr(config.get_text_config(), 'router_aux_loss_coef', None)
+            )
+            found['aux_loss'] = aux_loss if weight is None else weight * aux_loss
+        if not found.keys() - {'aux_loss'} and getattr(output, 'logits', None) is not None:
+            found['logits'] = output.logits
+        if 'hidden_states' not in found and getattr(output, 'last_hidden_state', None) is not None:
+            found['hidden_states'] = output.last_hidden_state
+        return found  # type: ignore[return-value]
 
     def _changed(self, head_forward: Change) -> Change:
         change = self._change
@@ -167,15 +183,3 @@ def _forward_replaced(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> I
             del head.forward
         else:
             head.forward = own  # type: ignore[method-assign]
-
-
-def _collect(output: Any, found: dict[str, Any]) -> ModelOutput:
-    """`found`, and what the module itself returns under the names of `ModelOutput`."""
-    aux_loss = getattr(output, 'aux_loss', None)
-    if isinstance(aux_loss, Tensor):
-        found['aux_loss'] = aux_loss
-    if 'logits' not in found and not found and getattr(output, 'logits', None) is not None:
-        found['logits'] = output.logits
-    if 'hidden_states' not in found and getattr(output, 'last_hidden_state', None) is not None:
-        found['hidden_states'] = output.last_hidden_state
-    return found  # type: ignore[return-value]
