@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from twinkle.dataloader.fetching import ByPart, Fetched, Finish, Part, Stream
 from twinkle.dataloader.order import epoch_order, epoch_size, global_batches, resume_point
-from twinkle.device_mesh import DeviceMesh
+from twinkle.device_mesh import DeviceMesh, default_device_mesh
 from twinkle.errors import ConfigError, DataError
 from twinkle.launcher import rank as this_rank
 from twinkle.remote import remote_class, remote_function
@@ -53,8 +53,6 @@ class DataLoader:
         prefetch_factor: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        from twinkle.runtime import default_device_mesh
-
         self.dataset = dataset
         self.batch_size = batch_size
         self.device_mesh = device_mesh if device_mesh is not None else default_device_mesh()
