@@ -47,14 +47,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--output-dir', default='output/sft', help='where the adapter, the log and the drawing go')
     parser.add_argument('--name', default='Twinkle', help='the name to teach (default: %(default)s)')
     parser.add_argument('--author', default='the Twinkle team', help='the makers to teach (default: %(default)s)')
-    parser.add_argument('--epochs', type=int, default=4)
-    parser.add_argument('--batch-size', type=int, default=8)
-    parser.add_argument('--accumulation', type=int, default=1, help='micro-batches per optimizer step')
+    parser.add_argument('--epochs', type=positive, default=4)
+    parser.add_argument('--steps', type=positive, help='optimizer steps, at most (default: all of the epochs)')
+    parser.add_argument('--batch-size', type=positive, default=8)
+    parser.add_argument('--accumulation', type=positive, default=1, help='micro-batches per optimizer step')
     parser.add_argument('--lr', type=float, default=1e-3)
-    parser.add_argument('--rank', type=int, default=8, help='of LoRA')
+    parser.add_argument('--rank', type=positive, default=8, help='of LoRA')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--max-new-tokens', type=int, default=40, help='of the answers')
+    parser.add_argument('--max-new-tokens', type=positive, default=40, help='of the answers')
     return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'{text} is less than 1')
+    return number
 
 
 def load_data(options: argparse.Namespace) -> Dataset:
@@ -69,28 +78,27 @@ def load_data(options: argparse.Namespace) -> Dataset:
 def answer(module: Any, template: Template, question: str, max_new_tokens: int) -> str:
     """What the module says, word by most likely word."""
     prompt = template.encode_prompt([{'role': 'user', 'content': question}])
+    ids = torch.tensor([prompt], device=module.device)
+    limits = {'max_new_tokens': max_new_tokens, 'do_sample': False, 'pad_token_id': template.pad_token_id}
     module.eval()
     with torch.no_grad():
-        ids = torch.tensor([prompt])
-        out = module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-        )
+        out = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limits)
     return template.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True).strip()
 
 
-def train(model: TransformersModel, dataloader: DataLoader, options: argparse.Namespace, run: Any) -> list[float]:
+def train(model: TransformersModel, dataloader: DataLoader, epochs: int, steps: int, run: Any) -> list[float]:
     """The loop. Returns the loss of every optimizer step."""
-    losses = []
-    bar = tqdm(total=math.ceil(len(dataloader) / options.accumulation) * options.epochs, desc='Training', unit='step')
-    for _ in range(options.epochs):
-        for batch in dataloader:
-            model.forward_backward(inputs=batch)
-            if model.clip_grad_and_step() is None:
-                continue
-            losses.append(report(model, bar, run))
-        if model.clip_grad_and_step(flush=True) is not None:  # a last, partial window of the epoch
-            losses.append(report(model, bar, run))
-    bar.close()
+    losses: list[float] = []
+    with tqdm(total=steps, desc='Training', unit='step') as bar:
+        for _ in range(epochs):
+            for batch in dataloader:
+                model.forward_backward(inputs=batch)
+                if model.clip_grad_and_step() is not None:
+                    losses.append(report(model, bar, run))
+                if len(losses) == steps:
+                    return losses
+            if model.clip_grad_and_step(flush=True) is not None:  # a last, partial window of the epoch
+                losses.append(report(model, bar, run))
     return losses
 
 
@@ -108,7 +116,7 @@ def report(model: TransformersModel, bar: tqdm, run: Any) -> float:
     return numbers['loss']
 
 
-def draw(losses: list[float], path: Path) -> None:
+def draw(losses: list[float], title: str, path: Path) -> None:
     """The loss curve as a PNG."""
     import matplotlib
 
@@ -117,7 +125,7 @@ def draw(losses: list[float], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1.5)
-    axes.set(xlabel='optimizer step', ylabel='loss per token', title='LoRA on SmolLM2-135M-Instruct: learning its name')
+    axes.set(xlabel='optimizer step', ylabel='loss per token', title=title)
     axes.grid(alpha=0.3)
     axes.set_ylim(bottom=0)
     figure.tight_layout()
@@ -170,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
         dataloader = DataLoader(dataset, batch_size=options.batch_size, shuffle=True, seed=options.seed)
         model = TransformersModel(model_id=options.model, mixed_precision='no' if mesh.device_type == 'cpu' else 'bf16')
         template = dataset.template
+        print(f'Asking {len(HELD_OUT) + len(KEPT)} questions before training ...', flush=True)
         ask = [*HELD_OUT, *KEPT]
         before = [answer(model.model, template, question, options.max_new_tokens) for question in ask]
 
@@ -178,17 +187,20 @@ def main(arguments: list[str] | None = None) -> int:
         )
         model.add_adapter_to_model('sft', lora, gradient_accumulation_steps=options.accumulation)
         steps = math.ceil(len(dataloader) / options.accumulation) * options.epochs
+        steps = steps if options.steps is None else min(steps, options.steps)
         model.set_template(template)
         model.set_optimizer('default', lr=options.lr)
         model.set_lr_scheduler('default', num_warmup_steps=max(1, steps // 10), num_training_steps=steps)
         print(f'\n{model.get_train_configs()}\n')
-        losses = train(model, dataloader, options, run)
+        losses = train(model, dataloader, options.epochs, steps, run)
+        print('Asking again ...', flush=True)
         after = [answer(model.model, template, question, options.max_new_tokens) for question in ask]
         adapter = model.save('last', output_dir=output_dir)
 
-    draw(losses, output_dir / 'loss.png')
+    draw(losses, f'LoRA on {options.model}: learning its name', output_dir / 'loss.png')
     show(ask, before, after)
-    reloaded = answer(reload_with_peft(options.model, adapter), template, HELD_OUT[0], options.max_new_tokens)
+    again = reload_with_peft(options.model, adapter).to(model.device)
+    reloaded = answer(again, template, HELD_OUT[0], options.max_new_tokens)
     problems = check(before[: len(HELD_OUT)], after[: len(HELD_OUT)], reloaded, options)
     print(f'Loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; {time.time() - start:.0f} s in all.')
     print(f'Adapter: {adapter}\nLoss curve: {output_dir / "loss.png"}\nLog: {output_dir / "metrics.jsonl"}')
