@@ -44,6 +44,7 @@ def _environment() -> dict[str, str]:
 
 def _lint(session: nox.Session) -> None:
     session.run('ruff', 'check', *SOURCES)
+    session.run('ruff', 'format', '--check', '--quiet', *SOURCES)  # `ruff format` mends it
 
 
 def _types(session: nox.Session) -> None:
@@ -71,7 +72,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff."""
+    """ruff: its rules, and its format."""
     session.install('-q', '-c', 'constraints.txt', 'ruff')
     _lint(session)
 
@@ -86,7 +87,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def packaging(session: nox.Session) -> None:
     """Build every wheel and use it in environments of its own."""
-    _install(session, 'build', 'hatchling', *TEST_TOOLS)
+    _install(session, 'build', 'hatchling', 'mypy', *TEST_TOOLS)
     session.run('pytest', '-m', 'packaging', 'tests/packaging', *session.posargs, env=_environment())
 
 

@@ -1,4 +1,4 @@
-"""Every Python example in the README and in `docs/` runs as it is written, in a folder of its own."""
+"""Every Python example in the READMEs and in `docs/` runs as it is written, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.workspace import ROOT, packages
+
 _FENCE = re.compile(r'^```python(?P<flags>[^\n]*)\n(?P<code>.*?)^```', re.MULTILINE | re.DOTALL)
 
 
 def _pages() -> list[Path]:
-    return [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+    return [
+        ROOT / 'README.md',
+        *sorted((ROOT / 'docs').glob('*.md')),
+        *(package.folder / 'README.md' for package in packages()),
+    ]
 
 
 def _examples() -> list[tuple[str, str]]:
@@ -25,11 +30,11 @@ def _examples() -> list[tuple[str, str]]:
         for match in _FENCE.finditer(page.read_text()):
             if 'notest' not in match['flags']:
                 line = page.read_text()[: match.start()].count('\n') + 1
-                found.append((f'{page.name}:{line}', match['code']))
+                found.append((f'{page.relative_to(ROOT)}:{line}', match['code']))
     return found
 
 
-@pytest.mark.parametrize(('where', 'code'), _examples(), ids=lambda value: value if ':' in value[:40] and '\n' not in value else '')
+@pytest.mark.parametrize(('where', 'code'), _examples(), ids=lambda value: '' if '\n' in value else value)
 def test_example_runs(tmp_path, where, code):
     """The example exits without an error."""
     shutil.copytree(ROOT / 'cookbook' / 'data', tmp_path / 'cookbook' / 'data')
@@ -45,4 +50,4 @@ def test_links_between_pages_lead_somewhere():
     """Every relative link in the README and the docs is to a file that exists."""
     for page in [*_pages(), ROOT / 'CONTRIBUTING.md']:
         for target in re.findall(r'\]\(([^)#:]+)\)', page.read_text()):
-            assert (page.parent / target).exists(), f'{page.name} links to {target}'
+            assert (page.parent / target).exists(), f'{page.relative_to(ROOT)} links to {target}'
