@@ -199,7 +199,10 @@ def test_build_takes_the_opt_in_and_passes_options_on(tmp_path):
 def test_many_threads_import_it_once(tmp_path):
     """16 threads that ask at once get one class, from one run of the module."""
     count = tmp_path / 'count'
-    code = f'import time\nwith open({str(count)!r}, "a") as file:\n    file.write("x")\ntime.sleep(0.2)\n' + LOSS.format(name='Slow')
+    code = (
+        f'import time\nwith open({str(count)!r}, "a") as file:\n    file.write("x")\ntime.sleep(0.2)\n'
+        + LOSS.format(name='Slow')
+    )
     address = write(tmp_path / 'slow', __init__=code)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(losses.resolve(address, **TRUSTED))) for _ in range(16)]

@@ -31,7 +31,7 @@ def make_dist(
     return folder
 
 
-LOSS = '''
+LOSS = """
 from twinkle.data_format import LossOutput
 from twinkle.loss import Loss
 
@@ -39,5 +39,5 @@ from twinkle.loss import Loss
 class {name}(Loss):
     def __call__(self, inputs, outputs, **kwargs):
         return LossOutput(loss_sum=outputs['logps'].sum(), count=1)
-'''
+"""
 """The code of a module with one loss; format it with its class's name."""

@@ -267,4 +267,6 @@ def test_a_mesh_of_one_under_a_launcher_of_two_is_refused(tiny_llama, monkeypatc
     """Two processes that would each train a copy of their own are told so, with the sizes."""
     monkeypatch.setenv('WORLD_SIZE', '2')
     with pytest.raises(MeshError, match='1 process'):
-        TransformersModel(tiny_llama, mixed_precision='no', device_mesh=DeviceMesh.from_sizes(world_size=1, device_type='cpu'))
+        TransformersModel(
+            tiny_llama, mixed_precision='no', device_mesh=DeviceMesh.from_sizes(world_size=1, device_type='cpu')
+        )

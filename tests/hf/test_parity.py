@@ -242,5 +242,7 @@ def test_autocast_equals_pytorchs_own(make_pair, dtype):
     model.set_optimizer('SGD', lr=0.0)
     assert model.forward_backward(inputs=rows)['loss'] == pytest.approx(float(total.detach()) / count, rel=RELATIVE)
     # Scaled and unscaled by the loss scaler, fp16 gradients differ in their last bits.
-    assert model.clip_grad_norm(max_grad_norm=float('inf')) == pytest.approx(float(norm), rel=1e-6 if name == 'bf16' else 2e-3)
+    assert model.clip_grad_norm(max_grad_norm=float('inf')) == pytest.approx(
+        float(norm), rel=1e-6 if name == 'bf16' else 2e-3
+    )
     assert {p.dtype for p in model.model.parameters()} == {torch.float32}
