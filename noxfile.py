@@ -44,7 +44,7 @@ def _environment() -> dict[str, str]:
 
 def _lint(session: nox.Session) -> None:
     session.run('ruff', 'check', *SOURCES)
-    session.run('ruff', 'format', '--check', '--quiet', *SOURCES)  # `ruff format` mends it
+    session.run('ruff', 'format', '--check', *SOURCES)  # `ruff format` mends it
 
 
 def _types(session: nox.Session) -> None:
