@@ -12,7 +12,7 @@ Shapes: N tokens (rows and positions flattened), H hidden, V vocabulary, C token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import StateError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = ['fits_one_chunk', 'linear_cross_entropy', 'linear_logps', 'linear_nll']
 
-CHUNK_BYTES = 48 * 2**20
-"""About how much memory the fp32 logits of one chunk may take."""
+CHUNK_BYTES = 128 * 2**20
+"""About how much memory the logits of one chunk may take, in fp32; more where the weight itself is large."""
+
+FEW_BYTES = 48 * 2**20
+"""Logits that take no more than this in fp32 are not cut into chunks at all."""
 
 
 def linear_cross_entropy(
@@ -49,7 +49,7 @@ def linear_cross_entropy(
         chunk_size: tokens per chunk; by default as many as fit a budget of memory.
 
     Returns:
-        A scalar in fp32 that carries the gradient, and [N] log-probabilities without one (0 where ignored).
+        A scalar in fp32 (fp64 for a head in it) that carries the gradient, and [N] log-probabilities without one (0 where ignored).
     """
     index = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
     nll, logps = _kept_nll(hidden_NH, weight_VH, labels_N, bias, loss_weights_N, index, chunk_size)
@@ -81,7 +81,7 @@ def _kept_nll(
 ) -> tuple[Tensor, Tensor]:
     """Over the tokens of `index`: the sum, and each log-probability."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    weights = None if loss_weights is None else loss_weights[index].float()
+    weights = None if loss_weights is None else loss_weights[index]
     nll: Tensor
     logps: Tensor
     nll, logps = _LinearNll.apply(
@@ -116,68 +116,128 @@ def linear_logps(
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return hidden, weight, bias
+    if not torch.is_autocast_enabled(device) or weight.dtype is torch.float64:  # which autocast leaves alone
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def fits_one_chunk(tokens: int, weight_VH: Tensor) -> bool:
-    """Whether the logits of so many tokens are within what a chunk may take."""
-    return tokens <= _chunk_size(weight_VH)
+    """Whether the logits of so many tokens are few enough for PyTorch's own operators, which hold them several times."""
+    return tokens <= _chunk_size(weight_VH) and 4 * tokens * weight_VH.shape[0] <= FEW_BYTES
 
 
 def _chunk_size(weight: Tensor) -> int:
-    return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    # Every chunk reads and writes the whole gradient of the weight: with chunks that do not grow with it, that would take the time.
+    budget = max(CHUNK_BYTES, weight.numel() * weight.element_size() // 4)
+    return max(1, budget // (4 * weight.shape[0]))
 
 
-def _chunks(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+class _Softmax:
+    """The distributions of one chunk of tokens after another, all made in the same memory.
 
+    Fresh memory for every chunk would cost as much as a fifth of the matrix product. Gradients by the logits are written over what they
+    are made of: ask for each once.
+    """
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[C, V] in fp32, computed as the head would in its own dtype."""
-    return torch.nn.functional.linear(hidden, weight, bias).float()
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.labels = hidden, weight, bias, labels
+        self.temperature, self.with_entropy = temperature, with_entropy
+        # In fp32 at least, whatever the dtype of the matrix product.
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        shape = (min(chunk, len(labels)), weight.shape[0])
+        self._product = hidden.new_empty(shape, dtype=weight.dtype)
+        self._wide = self._product if weight.dtype is self.dtype else hidden.new_empty(shape, dtype=self.dtype)
+        self._second = hidden.new_empty(shape, dtype=self.dtype) if with_entropy else None
+        self.parts = [slice(start, min(start + chunk, len(labels))) for start in range(0, len(labels), chunk)]
+
+    def __call__(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the labels of a part, [C], and entropies."""
+        logits = self._logits(part)
+        logits.sub_(logits.amax(1, keepdim=True))
+        self._target = self.labels[part].unsqueeze(1)
+        chosen = logits.gather(1, self._target)
+        self._p = logits.exp_() if self._second is None else torch.exp(logits, out=self._second[: len(logits)])
+        self._total = self._p.sum(1, keepdim=True)
+        log_total = self._total.log()
+        logps = (chosen - log_total).squeeze(1)
+        if self._second is None:
+            return logps, None
+        self._weighted = logits.mul_(self._p)
+        self._mean = self._weighted.sum(1, keepdim=True).div_(self._total)
+        return logps, (log_total - self._mean).squeeze(1)
+
+    def _logits(self, part: slice) -> Tensor:
+        product = self._product[: part.stop - part.start]
+        # Operators that write to memory given are left alone by autocast; inputs have been cast before.
+        if self.bias is None:
+            torch.mm(self.hidden[part], self.weight.t(), out=product)
+        else:
+            torch.addmm(self.bias, self.hidden[part], self.weight.t(), out=product)
+        logits = product if self._wide is self._product else self._wide[: len(product)].copy_(product)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def d_logps(self, factor_C1: Tensor) -> Tensor:
+        """Derivative of `sum factor logp` of the last part by its logits, [C, V]: factor (one-hot - p)."""
+        factor_C1 = factor_C1.to(self.dtype) / self.temperature
+        return self._p.mul_(-factor_C1 / self._total).scatter_add_(1, self._target, factor_C1)
+
+    def d_entropies(self, factor_C1: Tensor) -> Tensor:
+        """Derivative of `sum factor entropy` of the last part by its logits: factor p (mean log p - log p). Ask before `d_logps`."""
+        factor_C1 = factor_C1.to(self.dtype) / self.temperature / self._total
+        return self._weighted.mul_(-factor_C1).addcmul_(self._p, factor_C1 * self._mean)
+
+    def narrow(self, d_logits: Tensor) -> Tensor:
+        """`d_logits` in the dtype of the matrix product."""
+        return d_logits if self._wide is self._product else self._product[: len(d_logits)].copy_(d_logits)
 
 
 class _Gradients:
-    """Sums up the gradients of hidden, weight and bias over chunks; the weight's in fp32 whatever its dtype."""
+    """Sums up the gradients of hidden, weight and bias over chunks; the last two in fp32 whatever their dtype."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        self.hidden = torch.zeros_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
+    def __init__(self, softmax: _Softmax, needed: tuple[bool, ...]) -> None:
+        hidden, weight, bias, dtype = softmax.hidden, softmax.weight, softmax.bias, softmax.dtype
+        self._narrow = weight.dtype
+        self._hidden = torch.empty_like(hidden) if needed[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+        self._product = torch.empty_like(weight) if needed[1] and weight.dtype is not dtype else None
 
-    def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """`d_logits` [C, V] in fp32, of the tokens in `part`."""
-        low = d_logits.to(weight.dtype)
-        if self.hidden is not None:
-            torch.mm(low, weight, out=self.hidden[part])
-        if self.weight is not None:
-            if weight.dtype is torch.float32:
-                self.weight.addmm_(low.t(), hidden[part])
-            else:
-                self.weight.add_(low.t() @ hidden[part])
-        if self.bias is not None:
-            self.bias.add_(d_logits.sum(0))
+    def add(self, softmax: _Softmax, part: slice, d_logits: Tensor) -> None:
+        """Those of a part, from the derivative by its logits."""
+        if self._bias is not None:
+            self._bias.add_(d_logits.sum(0))
+        d_logits = softmax.narrow(d_logits)
+        if self._hidden is not None:
+            torch.mm(d_logits, softmax.weight, out=self._hidden[part])
+        if self._weight is None:
+            return
+        if self._product is None:
+            self._weight.addmm_(d_logits.t(), softmax.hidden[part])
+        else:
+            self._weight.add_(torch.mm(d_logits.t(), softmax.hidden[part], out=self._product))
 
-    def release(self, factor: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    def release(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """All of them, times a scalar if there is one, in the dtypes of what they are gradients of.
 
         They are let go of here: autograd then takes them over as they are, where it would copy what somebody else still holds.
         """
-        gradients = (self.hidden, self.weight, self.bias)
-        self.hidden = self.weight = self.bias = None
+        gradients = (self._hidden, self._weight, self._bias)
+        self._hidden = self._weight = self._bias = self._product = None
         if factor is not None:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor.to(gradient.dtype))
-        hidden, d_weight, d_bias = gradients
-        return (
-            hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
-        )
+        return tuple(None if gradient is None else gradient.to(self._narrow) for gradient in gradients)
 
 
 class _LinearNll(torch.autograd.Function):
@@ -191,23 +251,19 @@ class _LinearNll(torch.autograd.Function):
         weights: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        needed = ctx.needs_input_grad
-        gradients = _Gradients(hidden, weight, bias, needed)
-        logps = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        for part in _chunks(len(labels), chunk):
-            logits = _logits(hidden[part], weight, bias)
-            target = labels[part].unsqueeze(1)
-            lse = logits.logsumexp(1, keepdim=True)
-            logps[part] = (logits.gather(1, target) - lse).squeeze(1)
-            if any(needed[:3]):
-                d_logits = logits.sub_(lse).exp_()
-                d_logits.scatter_add_(1, target, torch.full_like(lse, -1.0))
-                if weights is not None:
-                    d_logits.mul_(weights[part].unsqueeze(1))
-                gradients.add(part, d_logits, hidden, weight)
-        ctx.gradients, ctx.weight, ctx.bias = gradients, weight, bias
+        softmax = _Softmax(hidden, weight, bias, labels, chunk)
+        gradients = _Gradients(softmax, ctx.needs_input_grad)
+        factor = labels.new_full((len(labels), 1), -1, dtype=softmax.dtype)
+        if weights is not None:
+            factor = factor * weights.unsqueeze(1)
+        logps = factor.new_zeros(len(labels))
+        for part in softmax.parts:
+            logps[part], _ = softmax(part)
+            if any(ctx.needs_input_grad[:3]):
+                gradients.add(softmax, part, softmax.d_logps(factor[part]))
+        ctx.gradients = gradients
         ctx.mark_non_differentiable(logps)
-        return -(logps if weights is None else logps * weights).sum(), logps
+        return (logps * factor.squeeze(1)).sum(), logps
 
     @staticmethod
     @once_differentiable
@@ -218,7 +274,7 @@ class _LinearNll(torch.autograd.Function):
                 'Backward through this cross entropy a second time: its gradients were made in forward and are gone. Run forward again.'
             )
         ctx.gradients = None
-        return (*gradients.release(d_nll, ctx.weight, ctx.bias), None, None, None)
+        return (*gradients.release(d_nll), None, None, None)
 
 
 class _LinearLogps(torch.autograd.Function):
@@ -236,24 +292,20 @@ class _LinearLogps(torch.autograd.Function):
         needed = ctx.needs_input_grad
         # With only the hidden states' gradient to make, a token's Jacobian is a row of H: no need to compute its logits again.
         ahead = needed[0] and not needed[1] and not (bias is not None and needed[2])
-        logps = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        softmax = _Softmax(hidden, weight, bias, labels, chunk, temperature, with_entropy)
+        logps = labels.new_zeros(len(labels), dtype=softmax.dtype)
         entropies = torch.zeros_like(logps)
         d_logps = torch.empty_like(hidden) if ahead else None
         d_entropies = torch.empty_like(hidden) if ahead and with_entropy else None
-        for part in _chunks(len(labels), chunk):
-            log_p, target = _log_p(hidden[part], weight, bias, labels[part], temperature)
-            logps[part] = log_p.gather(1, target).squeeze(1)
-            if not (ahead or with_entropy):
-                continue
-            p = log_p.exp()
-            if with_entropy:
-                entropies[part] = -(p * log_p).sum(1)
+        for part in softmax.parts:
+            logps[part], entropy = softmax(part)
+            ones = torch.ones_like(logps[part]).unsqueeze(1)
+            if entropy is not None:
+                entropies[part] = entropy
             if d_entropies is not None:
-                d = _d_entropy(p, log_p, entropies[part]).div_(temperature)
-                torch.mm(d.to(weight.dtype), weight, out=d_entropies[part])
+                torch.mm(softmax.narrow(softmax.d_entropies(ones)), weight, out=d_entropies[part])
             if d_logps is not None:
-                d = p.neg_().scatter_add_(1, target, torch.ones_like(p[:, :1])).div_(temperature)
-                torch.mm(d.to(weight.dtype), weight, out=d_logps[part])
+                torch.mm(softmax.narrow(softmax.d_logps(ones)), weight, out=d_logps[part])
         ctx.ahead, ctx.temperature, ctx.with_entropy, ctx.chunk = ahead, temperature, with_entropy, chunk
         if ahead:
             ctx.save_for_backward(d_logps, d_entropies)
@@ -273,31 +325,11 @@ class _LinearLogps(torch.autograd.Function):
                 d_hidden.addcmul_(d_entropies, g_entropies.unsqueeze(1).to(d_entropies.dtype))
             return (d_hidden, *[None] * 6)
         hidden, weight, bias, labels = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for part in _chunks(len(labels), ctx.chunk):
-            log_p, target = _log_p(hidden[part], weight, bias, labels[part], ctx.temperature)
-            p = log_p.exp()
-            g = g_logps[part].unsqueeze(1)
-            if ctx.with_entropy:
-                entropy = -(p * log_p).sum(1)
-                d_logits = _d_entropy(p, log_p, entropy).mul_(g_entropies[part].unsqueeze(1)).addcmul_(p, g, value=-1)
-            else:
-                d_logits = p.mul_(-g)
-            d_logits.scatter_add_(1, target, g).div_(ctx.temperature)
-            gradients.add(part, d_logits, hidden, weight)
-        return (*gradients.release(None, weight, bias), None, None, None, None)
-
-
-def _log_p(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities over the vocabulary, [C, V], and the labels as an index, [C, 1]."""
-    logits = _logits(hidden, weight, bias)
-    if temperature != 1.0:
-        logits.div_(temperature)
-    return logits.sub_(logits.logsumexp(1, keepdim=True)), labels.unsqueeze(1)
-
-
-def _d_entropy(p: Tensor, log_p: Tensor, entropy: Tensor) -> Tensor:
-    """Derivative of each row's entropy by its logits: -p (log p + entropy)."""
-    return (log_p + entropy.unsqueeze(1)).mul_(p).neg_()
+        softmax = _Softmax(hidden, weight, bias, labels, ctx.chunk, ctx.temperature, ctx.with_entropy)
+        gradients = _Gradients(softmax, ctx.needs_input_grad)
+        for part in softmax.parts:
+            softmax(part)
+            by_entropy = softmax.d_entropies(g_entropies[part].unsqueeze(1)) if ctx.with_entropy else None
+            d_logits = softmax.d_logps(g_logps[part].unsqueeze(1))
+            gradients.add(softmax, part, d_logits if by_entropy is None else d_logits.add_(by_entropy))
+        return (*gradients.release(), None, None, None, None)
