@@ -9,7 +9,7 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = [
-    'twinkle_core[text,hf]',
+    'twinkle_core[text,hf,packing]',
     'twinkle_hf',
     'plugins/twinkle_smollm2',
     'plugins/twinkle_trackers[tensorboard]',

@@ -4,5 +4,6 @@ from twinkle.dataset.base import Dataset
 from twinkle.dataset.iterable import IterableDataset
 from twinkle.dataset.lazy import LazyDataset
 from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.packing import IterablePackingDataset, PackingDataset
 
-__all__ = ['Dataset', 'DatasetMeta', 'IterableDataset', 'LazyDataset']
+__all__ = ['Dataset', 'DatasetMeta', 'IterableDataset', 'IterablePackingDataset', 'LazyDataset', 'PackingDataset']
