@@ -376,3 +376,33 @@ def test_bad_options_and_inputs_are_refused(call, error, says):
     """Each names the value and the rule."""
     with pytest.raises(error, match=says):
         call()
+
+
+def test_gkd_weighs_tokens():
+    """`loss_weights` multiply each token's divergence and are what is counted."""
+    student, teacher = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, -100], [-100, 0, 4]])
+    weights = torch.tensor([[0.5, 0.0, 9.0], [9.0, 2.0, 1.0]])
+    result = GKDLoss(0.3)({'labels': labels, 'teacher_logits': teacher, 'loss_weights': weights}, {'logits': student})
+    total = 0.0
+    for row, column in ((0, 0), (0, 1), (1, 1), (1, 2)):
+        one = torch.full_like(labels, -100)
+        one[row, column] = 1
+        alone = GKDLoss(0.3)({'labels': one, 'teacher_logits': teacher}, {'logits': student})
+        total += float(alone.loss_sum) * float(weights[row, column])
+    assert float(result.loss_sum) == pytest.approx(total, rel=1e-5)
+    assert float(result.count) == 3.5
+
+
+@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
+def test_gkd_takes_a_vocabulary_with_ruled_out_entries(beta):
+    """Entries at minus infinity on both sides add nothing: no NaN in value or gradient."""
+    student, teacher = torch.randn(1, 2, 5), torch.randn(1, 2, 5)
+    labels = torch.tensor([[1, 2]])
+    expected = GKDLoss(beta)({'labels': labels, 'teacher_logits': teacher}, {'logits': student})
+    ruled_out = torch.full((1, 2, 2), float('-inf'))
+    wider = torch.cat([student, ruled_out], -1).requires_grad_()
+    inputs = {'labels': labels, 'teacher_logits': torch.cat([teacher, ruled_out], -1)}
+    result = GKDLoss(beta)(inputs, {'logits': wider})
+    assert float(result.loss_sum.detach()) == pytest.approx(float(expected.loss_sum), rel=1e-5)
+    assert torch.isfinite(torch.autograd.grad(result.loss_sum, wider)[0]).all()

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from twinkle.data_format import IGNORE_INDEX, LossOutput
 from twinkle.errors import ConfigError, DataError
-from twinkle.loss.base import Loss
+from twinkle.loss.base import Loss, counted
 
 if TYPE_CHECKING:
     from twinkle.data_format import ModelOutput
 
 __all__ = ['GKDLoss']
+
+RULED_OUT = -1e30
+"""Stands for log 0, so that 0 times it is 0."""
 
 
 class GKDLoss(Loss):
@@ -26,7 +29,8 @@ class GKDLoss(Loss):
     both are divided by `temperature` first.
 
     The teacher is `teacher_logits` [B, T, V], or `teacher_topk_logps` and `teacher_topk_ids` [B, T, K] in the batch or as keywords. Of
-    a top-k teacher only KL(p | q) over its K tokens is taken (`beta=0`): its remaining mass is unknown.
+    a top-k teacher only KL(p | q) over its K tokens is taken (`beta=0`): its remaining mass is unknown. `loss_weights` [B, T] multiply
+    each token's divergence and are what is counted.
 
     Source: Agarwal et al., On-Policy Distillation of Language Models, 2024.
 
@@ -45,10 +49,10 @@ class GKDLoss(Loss):
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         given = {**inputs, **kwargs}
         kept = inputs['labels'] != IGNORE_INDEX
-        log_q = (outputs['logits'][kept].float() / self.temperature).log_softmax(-1)
+        log_q = _log_softmax(outputs['logits'][kept].float() / self.temperature)
         if given.get('teacher_logits') is not None:
             teacher = self._teacher(given['teacher_logits'], outputs['logits'])
-            log_p = (teacher[kept].float() / self.temperature).log_softmax(-1)
+            log_p = _log_softmax(teacher[kept].float() / self.temperature)
             losses = self._divergence(log_p, log_q)
         elif given.get('teacher_topk_logps') is not None and given.get('teacher_topk_ids') is not None:
             losses = self._top_k(given['teacher_topk_logps'], given['teacher_topk_ids'], kept, log_q)
@@ -57,7 +61,9 @@ class GKDLoss(Loss):
                 'GKDLoss needs the teacher: teacher_logits [B, T, V], or teacher_topk_logps and teacher_topk_ids [B, T, K], in the batch '
                 'or as keywords.'
             )
-        return LossOutput(loss_sum=losses.sum(), count=kept.sum())
+        if given.get('loss_weights') is not None:
+            losses = losses * given['loss_weights'][kept]
+        return LossOutput(loss_sum=losses.sum(), count=counted(given))
 
     @staticmethod
     def _teacher(teacher: Any, student: Tensor) -> Tensor:
@@ -71,13 +77,11 @@ class GKDLoss(Loss):
 
     def _divergence(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         if self.beta == 0:
-            return (log_p.exp() * (log_p - log_q)).sum(-1)
+            return _kl(log_p, log_q)
         if self.beta == 1:
-            return (log_q.exp() * (log_q - log_p)).sum(-1)
+            return _kl(log_q, log_p)
         log_m = torch.logaddexp(log_p + math.log(self.beta), log_q + math.log(1 - self.beta))
-        to_teacher = (log_p.exp() * (log_p - log_m)).sum(-1)
-        to_student = (log_q.exp() * (log_q - log_m)).sum(-1)
-        return self.beta * to_teacher + (1 - self.beta) * to_student
+        return self.beta * _kl(log_p, log_m) + (1 - self.beta) * _kl(log_q, log_m)
 
     def _top_k(self, logps: Any, ids: Any, kept: Tensor, log_q: Tensor) -> Tensor:
         if self.beta != 0:
@@ -96,4 +100,14 @@ class GKDLoss(Loss):
                 f'{tuple(kept.shape)}.'
             )
         log_p, index = log_p[kept], index[kept]
-        return (log_p.exp() * (log_p - log_q.gather(-1, index))).sum(-1)
+        return _kl(log_p.clamp(min=RULED_OUT), log_q.gather(-1, index))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """An entry at minus infinity stays a number, so that 0 times it is 0, forward and backward."""
+    return logits.log_softmax(-1).clamp(min=RULED_OUT)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """`sum p (log p - log q)` over the last dimension."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

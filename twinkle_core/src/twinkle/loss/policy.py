@@ -2,7 +2,8 @@
 
 Labels mark the tokens of the answers. The batch (or a keyword) gives `advantages`, one per sample [S] or per token [B, T], and
 `old_logps` [B, T], the log-probabilities under the policy that sampled; left out, those of this very step are taken (one step per
-sample, ratio 1). With `beta`, `ref_logps` [B, T] of the reference are needed. All give the same padded and packed.
+sample, ratio 1). With `beta`, `ref_logps` [B, T] of the reference are needed. All give the same padded and packed. `loss_weights`
+[B, T] weight tokens in every sum and mean over tokens, `sample_weights` [S] samples.
 
 r is a token's ratio `exp(logp - old_logp)`, A its advantage. Signs: what is returned is minimised.
 """
@@ -45,22 +46,22 @@ class _PolicyLoss(Loss):
         return self.beta > 0
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
-        sequences = Sequences.of(inputs)
         given = {**inputs, **kwargs}
+        sequences = Sequences.of(given)
         if given.get('advantages') is None:
             raise DataError(
                 f'{type(self).__name__} needs advantages: one per sample or per token, in the batch or as a keyword.'
             )
         logps = outputs['logps']
         old = given.get('old_logps')
-        log_ratio = logps - (logps.detach() if old is None else _like(old, logps, 'old_logps'))
+        log_ratio = logps - (logps.detach() if old is None else _like(old, logps, 'old_logps', sequences))
         advantages = sequences.by_token(given['advantages'], 'advantages')
         losses, clipped = self.token_losses(log_ratio, logps, advantages, sequences)
         sums: dict[str, Tensor | float] = {}
         if self.beta:
             if given.get('ref_logps') is None:
                 raise DataError(f'{type(self).__name__}: beta={self.beta} needs ref_logps [B, T] of the reference.')
-            difference = _like(given['ref_logps'], logps, 'ref_logps') - logps
+            difference = _like(given['ref_logps'], logps, 'ref_logps', sequences) - logps
             kl = difference.exp() - difference - 1  # k3: unbiased and never negative (Schulman, 2020)
             losses = losses + self.beta * kl
             sums['kl'] = sequences.sum(kl.detach()).sum()
@@ -71,7 +72,7 @@ class _PolicyLoss(Loss):
         sums |= {
             'clipped': sequences.sum(clipped.float()).sum(),
             'ratio': sequences.sum(log_ratio.detach().exp()).sum(),
-            'tokens': sequences.kept_BT.sum(),
+            'tokens': sequences.lengths.sum(),
         }
         return LossOutput(loss_sum=total, count=count, metrics=sums)
 
@@ -86,9 +87,9 @@ class _PolicyLoss(Loss):
         clipped = ((ratio > 1 + self.epsilon_high) & (advantages > 0)) | ((ratio < 1 - self.epsilon) & (advantages < 0))
         return -torch.minimum(ratio * advantages, bounded * advantages), clipped
 
-    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | float]:
+    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """The sum and what it counts: here each sample's mean over its tokens, counted by samples that have any."""
-        return sequences.mean(losses).sum(), (sequences.lengths > 0).sum()
+        return sequences.over_samples(sequences.mean(losses))
 
 
 class GRPOLoss(_PolicyLoss):
@@ -106,8 +107,8 @@ class GRPOLoss(_PolicyLoss):
 class BNPOLoss(_PolicyLoss):
     """As GRPO, but a mean over all tokens of the batch (token-level loss, as in DAPO): long answers weigh more."""
 
-    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | float]:
-        return sequences.sum(losses).sum(), sequences.kept_BT.sum()
+    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return sequences.over_tokens(losses)
 
 
 class DRGRPOLoss(_PolicyLoss):
@@ -126,8 +127,8 @@ class DRGRPOLoss(_PolicyLoss):
         super().__init__(**options)
         self.max_completion_length = max_completion_length
 
-    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | float]:
-        return sequences.sum(losses).sum() / self.max_completion_length, (sequences.lengths > 0).sum()
+    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return sequences.over_samples(sequences.sum(losses) / self.max_completion_length)
 
 
 class GSPOLoss(_PolicyLoss):
@@ -187,8 +188,8 @@ class CISPOLoss(_PolicyLoss):
         ratio = log_ratio.detach().exp()
         return -ratio.clamp(max=1 + self.epsilon_high) * advantages * logps, ratio > 1 + self.epsilon_high
 
-    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | float]:
-        return sequences.sum(losses).sum(), sequences.kept_BT.sum()
+    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return sequences.over_tokens(losses)
 
 
 class PPOLoss(_PolicyLoss):
@@ -212,8 +213,8 @@ class PPOLoss(_PolicyLoss):
         if value_coef:
             self.requires = self.requires | {'values'}
 
-    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | float]:
-        return sequences.sum(losses).sum(), sequences.kept_BT.sum()
+    def aggregate(self, losses: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        return sequences.over_tokens(losses)
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         result = super().__call__(inputs, outputs, **kwargs)
@@ -223,19 +224,21 @@ class PPOLoss(_PolicyLoss):
         values = outputs['values']
         if given.get('returns') is None or given.get('old_values') is None:
             raise DataError(f'PPOLoss: value_coef={self.value_coef} needs returns and old_values [B, T].')
-        returns, old = _like(given['returns'], values, 'returns'), _like(given['old_values'], values, 'old_values')
+        sequences = Sequences.of(given)
+        returns, old = (_like(given[name], values, name, sequences) for name in ('returns', 'old_values'))
         bounded = old + (values - old).clamp(-self.value_clip, self.value_clip)
         errors = torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
-        value_loss = Sequences.of(inputs).sum(errors).sum() * self.value_coef / 2
+        value_loss = sequences.over_tokens(errors)[0] * self.value_coef / 2
         return LossOutput(
             result.loss_sum + value_loss, result.count, {**result.metrics, 'value_loss': value_loss.detach()}
         )
 
 
-def _like(values: Any, logps: Tensor, name: str) -> Tensor:
+def _like(values: Any, logps: Tensor, name: str, sequences: Sequences) -> Tensor:
+    """What was given by token, as a constant. Places without a label may hold anything: there the policy's own value stands."""
     values = torch.as_tensor(values, device=logps.device, dtype=logps.dtype).detach()
     if values.shape != logps.shape:
         raise DataError(
             f'{name} has shape {tuple(values.shape)}, and labels have {tuple(logps.shape)}: one per token, padded alike.'
         )
-    return values
+    return torch.where(sequences.kept_BT, values, logps.detach())

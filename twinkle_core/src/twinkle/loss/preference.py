@@ -1,12 +1,16 @@
 """Losses of preference pairs: DPO and its relatives. Rows hold chosen and rejected answers in turn, chosen first.
 
-All work from log-probabilities of labels, count pairs, and give the same padded and packed.
+All work from log-probabilities of labels, count pairs, and give the same padded and packed. A pair of which a side has no label (cut
+away, say) counts nothing.
+
+Weights: `loss_weights` [B, T] multiply the log-probabilities of tokens, of the reference too, and a mean over tokens is a weighted one;
+`sample_weights` [S] multiply the terms of pairs (by the mean of the two), which then count by weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,21 +76,15 @@ class DPOLoss(Loss):
         return not self.reference_free
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
-        sequences = Sequences.of(inputs)
+        sequences = Sequences.of({**inputs, **kwargs})
         ratios = sequences.sum(outputs['logps']) - self._reference(sequences, inputs, kwargs)
         chosen, rejected = sequences.pairs(ratios)
-        losses = self._losses(chosen, rejected)
+        weights = sequences.pair_weights()
+        losses = self._losses(chosen, rejected, weights > 0)
         if self.sft_weight:
             likelihood, _ = sequences.pairs(sequences.mean(outputs['logps']))
             losses = losses - self.sft_weight * likelihood
-        with torch.no_grad():
-            sums: dict[str, Tensor | float] = {
-                'chosen_rewards': self.beta * chosen.sum(),
-                'rejected_rewards': self.beta * rejected.sum(),
-                'right': (chosen > rejected).sum(),
-                'pairs': float(len(chosen)),
-            }
-        return LossOutput(loss_sum=losses.sum(), count=float(len(losses)), metrics=sums)
+        return _of_pairs(losses, self.beta * chosen, self.beta * rejected, weights)
 
     def _reference(self, sequences: Sequences, inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Tensor | float:
         if self.reference_free:
@@ -97,10 +95,17 @@ class DPOLoss(Loss):
                 'DPOLoss needs the reference: ref_logps in the batch or as a keyword (forward_only(inputs, disable_lora=True) of a model '
                 'gives them), or reference_free=True.'
             )
-        given = torch.as_tensor(given, device=sequences.index_BT.device)
-        return sequences.sum(given.float()) if given.shape == sequences.index_BT.shape else given.float()
+        given = torch.as_tensor(given, device=sequences.index_BT.device).detach().float()
+        if given.shape == sequences.index_BT.shape:
+            return sequences.sum(given)
+        if given.shape == (sequences.count,):
+            return given
+        raise DataError(
+            f'ref_logps has shape {tuple(given.shape)}: give one per token {tuple(sequences.index_BT.shape)}, or the sum of each of the '
+            f'{sequences.count} samples.'
+        )
 
-    def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def _losses(self, chosen: Tensor, rejected: Tensor, valid: Tensor) -> Tensor:
         h = chosen - rejected
         if self.loss_type == 'sigmoid':
             return -(1 - self.label_smoothing) * F.logsigmoid(self.beta * h) - self.label_smoothing * F.logsigmoid(
@@ -110,7 +115,10 @@ class DPOLoss(Loss):
             return torch.relu(1 - self.beta * h)
         if self.loss_type == 'ipo':
             return (h - 1 / (2 * self.beta)) ** 2
-        kl_chosen, kl_rejected = (side.detach().mean().clamp(min=0) for side in (chosen, rejected))
+        counted = valid.sum().clamp(min=1)
+        kl_chosen, kl_rejected = (
+            (side.detach() * valid).sum().div(counted).clamp(min=0) for side in (chosen, rejected)
+        )
         return 2 - torch.sigmoid(self.beta * (chosen - kl_rejected)) - torch.sigmoid(self.beta * (kl_chosen - rejected))
 
 
@@ -129,10 +137,10 @@ class SimPOLoss(Loss):
         self.beta, self.gamma = beta, gamma
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
-        sequences = Sequences.of(inputs)
+        sequences = Sequences.of({**inputs, **kwargs})
         chosen, rejected = sequences.pairs(sequences.mean(outputs['logps']))
         losses = -F.logsigmoid(self.beta * (chosen - rejected) - self.gamma)
-        return _of_pairs(losses, self.beta * chosen, self.beta * rejected)
+        return _of_pairs(losses, self.beta * chosen, self.beta * rejected, sequences.pair_weights())
 
 
 class CPOLoss(Loss):
@@ -150,11 +158,11 @@ class CPOLoss(Loss):
         self.beta, self.alpha = beta, alpha
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
-        sequences = Sequences.of(inputs)
+        sequences = Sequences.of({**inputs, **kwargs})
         chosen, rejected = sequences.pairs(sequences.sum(outputs['logps']))
         likelihood, _ = sequences.pairs(sequences.mean(outputs['logps']))
         losses = -F.logsigmoid(self.beta * (chosen - rejected)) - self.alpha * likelihood
-        return _of_pairs(losses, self.beta * chosen, self.beta * rejected)
+        return _of_pairs(losses, self.beta * chosen, self.beta * rejected, sequences.pair_weights())
 
 
 class ORPOLoss(Loss):
@@ -166,32 +174,34 @@ class ORPOLoss(Loss):
         ConfigError: a weight below 0.
     """
 
-    required_inputs: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self, weight: float = 0.1) -> None:
         if weight < 0:
             raise ConfigError(f'ORPOLoss: weight={weight!r} must be at least 0.')
         self.weight = weight
 
     def __call__(self, inputs: Mapping[str, Any], outputs: ModelOutput, **kwargs: Any) -> LossOutput:
-        sequences = Sequences.of(inputs)
+        sequences = Sequences.of({**inputs, **kwargs})
         chosen, rejected = sequences.pairs(sequences.mean(outputs['logps']))
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         losses = -chosen - self.weight * F.logsigmoid(log_odds)
-        return _of_pairs(losses, self.weight * chosen, self.weight * rejected)
+        return _of_pairs(losses, self.weight * chosen, self.weight * rejected, sequences.pair_weights())
 
 
 def _log1mexp(log_p: Tensor) -> Tensor:
-    """`log(1 - exp(log_p))`, kept finite for an answer that is certain."""
-    return torch.log1p(-torch.exp(log_p.clamp(max=-1e-7)))
+    """`log(1 - exp(log_p))`, exact for small probabilities and for large ones, and kept finite for an answer that is certain."""
+    log_p = log_p.clamp(max=-1e-7)
+    unlikely = log_p < -0.7
+    return torch.where(unlikely, torch.log1p(-log_p.exp()), torch.log(-torch.expm1(log_p)))
 
 
-def _of_pairs(losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor) -> LossOutput:
+def _of_pairs(losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor, weights: Tensor) -> LossOutput:
+    losses = torch.where(weights > 0, losses, 0.0) * weights
     with torch.no_grad():
+        valid = weights > 0
         sums: dict[str, Tensor | float] = {
-            'chosen_rewards': chosen_rewards.sum(),
-            'rejected_rewards': rejected_rewards.sum(),
-            'right': (chosen_rewards > rejected_rewards).sum(),
-            'pairs': float(len(losses)),
+            'chosen_rewards': (chosen_rewards * valid).sum(),
+            'rejected_rewards': (rejected_rewards * valid).sum(),
+            'right': ((chosen_rewards > rejected_rewards) & valid).sum(),
+            'pairs': valid.sum(),
         }
-    return LossOutput(loss_sum=losses.sum(), count=float(len(losses)), metrics=sums)
+    return LossOutput(loss_sum=losses.sum(), count=weights.sum(), metrics=sums)

@@ -27,41 +27,82 @@ class Sequences:
         index_BT: the sample that each token is of.
         kept_BT: which positions have a label.
         count: S.
+        weights_BT: `loss_weights`, relative weights of the tokens of a sample, if there are any.
+        weights_S: `sample_weights`, if there are any.
     """
 
     index_BT: Tensor
     kept_BT: Tensor
     count: int
+    weights_BT: Tensor | None = None
+    weights_S: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> Sequences:
-        """The samples of a collated batch: by `position_ids` where they start again within a row, else by row."""
+        """The samples of a collated batch: by `position_ids` where they start again within a row, else by row.
+
+        Raises:
+            DataError: `sample_weights` of another number of samples.
+        """
         labels = inputs['labels']
         real = inputs.get('attention_mask')
-        real = torch.ones_like(labels, dtype=torch.bool) if real is None else real.bool()
-        positions = inputs.get('position_ids')
+        real = torch.ones_like(labels, dtype=torch.bool) if real is None or real.shape != labels.shape else real.bool()
         starts = real & (real.cumsum(1) == 1)  # the first real token of every row
+        positions = inputs.get('position_ids')
+        if positions is not None and positions.ndim == 3 and len(positions) == 4:
+            positions = positions[
+                0
+            ]  # of text; the other three are multimodal rotary positions, which do not tell samples apart
         if positions is not None and positions.shape == labels.shape:
             starts = starts | ((positions == 0) & real)
         index = (starts.flatten().cumsum(0) - 1).clamp(min=0).view(labels.shape)
-        return cls(index, (labels != IGNORE_INDEX) & real, int(starts.sum()))
+        count = int(starts.sum())
+        weights = inputs.get('sample_weights')
+        if weights is not None:
+            weights = torch.as_tensor(weights, device=labels.device, dtype=torch.float32)
+            if weights.shape != (count,):
+                raise DataError(
+                    f'sample_weights has shape {tuple(weights.shape)}, and there are {count} samples: give one each.'
+                )
+        return cls(index, (labels != IGNORE_INDEX) & real, count, inputs.get('loss_weights'), weights)
 
     def sum(self, values_BT: Tensor) -> Tensor:
-        """Sums over each sample's labelled tokens, [S]."""
+        """Sums over each sample's labelled tokens, weighted, [S]."""
+        if self.weights_BT is not None:
+            values_BT = values_BT * self.weights_BT
+        # Selected, not multiplied by a mask: what stands in padded places may be anything.
         kept = torch.where(self.kept_BT, values_BT, torch.zeros((), dtype=values_BT.dtype, device=values_BT.device))
         return values_BT.new_zeros(self.count).index_add(0, self.index_BT.flatten(), kept.flatten())
 
     @property
     def lengths(self) -> Tensor:
-        """Labelled tokens of each sample, [S]."""
+        """Labelled tokens of each sample, or the sum of their weights, [S]."""
         return self.sum(self.kept_BT.float())
 
+    @property
+    def labelled(self) -> Tensor:
+        """Which samples have something to learn from, [S]."""
+        return self.lengths > 0
+
     def mean(self, values_BT: Tensor) -> Tensor:
-        """Means over each sample's labelled tokens, [S]; 0 for a sample without one."""
-        return self.sum(values_BT) / self.lengths.clamp(min=1)
+        """Weighted means over each sample's labelled tokens, [S]; 0 for a sample without one."""
+        lengths = self.lengths
+        return self.sum(values_BT) / torch.where(lengths > 0, lengths, 1.0)
+
+    def over_tokens(self, values_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over all labelled tokens, and their number; both weighted."""
+        return self._weighted(self.sum(values_BT)), self._weighted(self.lengths)
+
+    def over_samples(self, values_S: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over samples that have a labelled token, and their number; both weighted."""
+        labelled = self.labelled
+        return self._weighted(torch.where(labelled, values_S, 0.0)), self._weighted(labelled.float())
+
+    def _weighted(self, values_S: Tensor) -> Tensor:
+        return values_S.sum() if self.weights_S is None else (values_S * self.weights_S).sum()
 
     def by_token(self, values: Any, name: str) -> Tensor:
-        """Values given per sample [S], per row or per token [B, T], as [B, T].
+        """Values given per sample [S], or per token [B, T], as [B, T].
 
         Raises:
             DataError: another shape.
@@ -69,7 +110,7 @@ class Sequences:
         values = torch.as_tensor(values, device=self.index_BT.device, dtype=torch.float32)
         if values.shape == self.index_BT.shape:
             return values
-        if values.ndim == 1 and len(values) == self.count:
+        if values.shape == (self.count,):
             return values[self.index_BT]
         raise DataError(
             f'{name} has shape {tuple(values.shape)}: give one per sample ({self.count}) or one per token {tuple(self.index_BT.shape)}.'
@@ -87,3 +128,9 @@ class Sequences:
                 'Keep pairs together: use an even batch size per rank.'
             )
         return values_S[0::2], values_S[1::2]
+
+    def pair_weights(self) -> Tensor:
+        """The weight of each pair, [S/2]: the mean of its samples' weights, 0 where one of the two has nothing to learn from."""
+        chosen, rejected = self.pairs(self.labelled)
+        first, second = (1.0, 1.0) if self.weights_S is None else self.pairs(self.weights_S)
+        return (chosen & rejected) * (first + second) / 2
