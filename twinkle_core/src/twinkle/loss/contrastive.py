@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from twinkle.data_format import LossOutput
 from twinkle.errors import ConfigError, DataError
 from twinkle.loss.base import Loss
+from twinkle.loss.gather import data_group, gather_rows
 
 if TYPE_CHECKING:
     from twinkle.data_format import ModelOutput
+    from twinkle.device_mesh import DeviceMesh
 
 __all__ = ['InfonceLoss']
 
@@ -23,12 +25,15 @@ class InfonceLoss(Loss):
     """`-log exp(s(q, d+) / tau) / sum_d exp(s(q, d) / tau)` over queries, s the cosine. Counts queries.
 
     Rows come in groups of a query, its document, and `hard_negatives` further documents. The sum runs over all documents of the batch
-    (`in_batch=True`), or of the group.
+    (`in_batch=True`), of all data ranks, or of the group only. `sample_weights`, one per row (of which the query's counts) or per query,
+    in the batch or as a keyword, multiply the terms of queries, which then count by weight.
 
     Args:
         temperature: tau.
         hard_negatives: documents per group beside the positive one.
         in_batch: other groups' documents are negatives too.
+        across_ranks: so are those of other data ranks. Every rank then must run the loss as often as every other, in evaluation too.
+        device_mesh: which ranks are data ranks; by default as `twinkle.initialize` was told, else all.
         false_negative_margin: leave out negatives whose similarity exceeds the positive's by more than this.
         query_query, document_document: also push the query away from other queries, and its document from other documents.
 
@@ -47,6 +52,8 @@ class InfonceLoss(Loss):
         *,
         hard_negatives: int = 0,
         in_batch: bool = True,
+        across_ranks: bool = True,
+        device_mesh: DeviceMesh | None = None,
         false_negative_margin: float | None = None,
         query_query: bool = False,
         document_document: bool = False,
@@ -60,6 +67,7 @@ class InfonceLoss(Loss):
                 'InfonceLoss: without in-batch negatives it needs hard_negatives, and no query or document blocks.'
             )
         self.temperature, self.hard_negatives, self.in_batch = temperature, hard_negatives, in_batch
+        self.across_ranks, self.device_mesh = across_ranks, device_mesh
         self.false_negative_margin = false_negative_margin
         self.query_query, self.document_document = query_query, document_document
 
@@ -80,13 +88,14 @@ class InfonceLoss(Loss):
             too_close = too_close.scatter(1, target.unsqueeze(1), False)  # the positive itself stays
             scores = scores.masked_fill(too_close, float('-inf'))
         losses = F.cross_entropy(scores / self.temperature, target, reduction='none')
+        weights = _weights({**inputs, **kwargs}.get('sample_weights'), losses, group)
         with torch.no_grad():
             sums: dict[str, Tensor | float] = {
                 'positive': positive.sum(),
                 'hits': (scores.argmax(1) == target).sum(),
                 'queries': float(len(queries)),
             }
-        return LossOutput(loss_sum=losses.sum(), count=float(len(queries)), metrics=sums)
+        return LossOutput(loss_sum=(losses * weights).sum(), count=weights.sum(), metrics=sums)
 
     def _scores(self, queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Similarities [Q, ...] and the column of each query's own document."""
@@ -95,13 +104,27 @@ class InfonceLoss(Loss):
             return torch.einsum('qh,qdh->qd', queries, documents), torch.zeros(
                 n, dtype=torch.long, device=queries.device
             )
-        flat = documents.flatten(0, 1)
-        target = torch.arange(n, device=queries.device) * per_query
-        blocks = [queries @ flat.t()]
-        others = ~torch.eye(n, dtype=torch.bool, device=queries.device)
+        group = data_group(self.device_mesh) if self.across_ranks else None
+        everyone, start = gather_rows(documents, group)
+        place = torch.arange(start, start + n, device=queries.device)
+        blocks = [queries @ everyone.flatten(0, 1).t()]
+        itself = place.unsqueeze(1) == torch.arange(len(everyone), device=queries.device)
         if self.query_query:
-            blocks.append((queries @ queries.t()).masked_fill(~others, float('-inf')))
+            blocks.append((queries @ gather_rows(queries, group)[0].t()).masked_fill(itself, float('-inf')))
         if self.document_document:
-            own = documents[:, 0]
-            blocks.append((own @ own.t()).masked_fill(~others, float('-inf')))
-        return torch.cat(blocks, dim=1), target
+            blocks.append((documents[:, 0] @ everyone[:, 0].t()).masked_fill(itself, float('-inf')))
+        return torch.cat(blocks, dim=1), place * per_query
+
+
+def _weights(given: Any, losses: Tensor, group: int) -> Tensor:
+    if given is None:
+        return torch.ones_like(losses)
+    weights = torch.as_tensor(given, device=losses.device, dtype=losses.dtype)
+    if weights.shape == (len(losses) * group,):
+        weights = weights[::group]
+    if weights.shape != losses.shape:
+        raise DataError(
+            f'sample_weights has shape {tuple(weights.shape)}, and there are {len(losses)} queries in {len(losses) * group} rows: give '
+            'one per query or per row.'
+        )
+    return weights
