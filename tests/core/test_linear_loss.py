@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinkle.loss import linear
 from twinkle.loss.linear import linear_cross_entropy, linear_logps, linear_nll
+from twinkle.loss.outputs import head_outputs, outputs_from_logits
 
 
 def problem(tokens=7, hidden=5, vocab=9, *, bias=True, ignored=2, dtype=torch.float64, frozen=False):
@@ -175,3 +176,24 @@ def test_autocast_leaves_float64_alone():
     with torch.autocast('cpu', dtype=torch.bfloat16):
         nll = linear_nll(states, weight, labels)
     torch.testing.assert_close(nll, linear_nll(states, weight, labels))
+
+
+@pytest.mark.parametrize('needs', [{'nll'}, {'logps', 'entropies'}])
+def test_any_head_sees_labelled_tokens_only(needs):
+    """Masked prompt tokens cost no product; without any label the sum is 0 and every parameter has a gradient of 0."""
+    head = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 11))
+    states = torch.randn(2, 5, 4, requires_grad=True)
+    labels = torch.tensor([[-100, -100, 1, 2, -100], [-100, 10, 0, -100, -100]])
+    seen = []
+    head.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    outputs = head_outputs(head, states, labels, needs, chunk_size=3)
+    assert seen == [3, 1]
+    expected = outputs_from_logits(head(states), labels, needs)
+    for key in needs:
+        torch.testing.assert_close(outputs[key], expected[key])
+    nothing = head_outputs(head, states, torch.full_like(labels, -100), needs)
+    total = sum(nothing[key].sum() for key in needs)
+    assert float(total.detach()) == 0.0
+    total.backward()
+    for parameter in (states, *head.parameters()):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))

@@ -193,6 +193,19 @@ def test_mse_counts_elements_and_checks_shapes():
         MSELoss()({'labels': labels}, {'logits': torch.randn(3, 2)})
 
 
+def test_mse_weighs_rows():
+    """Weights per row or per element multiply the terms and are what is counted; another shape is refused."""
+    predictions, labels = torch.randn(3, 2), torch.randn(3, 2)
+    squares = (predictions - labels).square()
+    for weights in (torch.tensor([2.0, 0.0, 1.0]), torch.rand(3, 2)):
+        full = weights if weights.ndim == 2 else weights[:, None].expand(3, 2)
+        result = MSELoss()({'labels': labels, 'sample_weights': weights}, {'logits': predictions})
+        assert float(result.loss_sum) == pytest.approx(float((squares * full).sum()), rel=1e-6)
+        assert float(result.count) == pytest.approx(float(full.sum()), rel=1e-6)
+    with pytest.raises(DataError, match='sample_weights'):
+        MSELoss()({'labels': labels}, {'logits': predictions}, sample_weights=[1.0, 2.0])
+
+
 def test_functions_as_losses():
     """A tensor is the mean of one micro-batch; a LossOutput is taken as it is; anything else is refused by name."""
     inputs, outputs = {}, {'logps': torch.ones(2)}

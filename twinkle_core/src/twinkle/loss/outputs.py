@@ -105,23 +105,35 @@ def head_outputs(
     outputs: dict[str, Any] = {}
     if needs & {'logps', 'nll', 'entropies'}:
         labels_BT = _check_labels(labels_BT, hidden_BTH)
-        hidden_NH, labels_N = hidden_BTH.flatten(0, 1), labels_BT.flatten()
-
-        def chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            return _token_outputs(head(hidden), labels, with_logps=True, with_entropy='entropies' in needs)
-
-        parts = [
-            checkpoint(chunk, h, y, use_reentrant=False)
-            for h, y in zip(hidden_NH.split(chunk_size), labels_N.split(chunk_size), strict=True)
-        ]
-        logps = torch.cat([part[0] for part in parts])
-        entropies = torch.cat([part[1] for part in parts]) if 'entropies' in needs else None
+        logps, entropies = _in_chunks(
+            head, hidden_BTH.flatten(0, 1), labels_BT.flatten(), 'entropies' in needs, chunk_size
+        )
         outputs.update(_shaped(needs, logps, entropies, labels_BT, loss_weights))
     if 'hidden_states' in needs:
         outputs['hidden_states'] = hidden_BTH
     if 'logits' in needs:
         outputs['logits'] = head(hidden_BTH)
     return outputs  # type: ignore[return-value]
+
+
+def _in_chunks(
+    head: Callable[[Tensor], Tensor], hidden_NH: Tensor, labels_N: Tensor, with_entropy: bool, chunk_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """[N] log-probabilities and entropies; only tokens with a label go through the head."""
+
+    def chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return _token_outputs(head(hidden), labels, with_logps=True, with_entropy=with_entropy)
+
+    index = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
+    if not len(index):
+        # One token, times 0: every parameter of the head then has a gradient, on this rank as on the others.
+        index = index.new_zeros(min(1, len(labels_N)))
+    parts = [
+        checkpoint(chunk, hidden_NH[part], labels_N[part], use_reentrant=False) for part in index.split(chunk_size)
+    ]
+    zeros = hidden_NH.new_zeros(len(labels_N), dtype=torch.float32)
+    logps = zeros.index_copy(0, index, torch.cat([part[0] for part in parts]))
+    return logps, zeros.index_copy(0, index, torch.cat([part[1] for part in parts])) if with_entropy else None
 
 
 def _token_outputs(
