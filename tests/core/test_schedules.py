@@ -81,6 +81,8 @@ def test_state_is_json_and_goes_on_exactly(make):
         (lambda: LinearWarmupScheduler(sgd(), 5, -1), 'num_warmup_steps=-1'),
         (lambda: CosineWarmupScheduler(sgd(), 5, min_lr_ratio=2), 'min_lr_ratio=2'),
         (lambda: ConstantScheduler(sgd(), -1), 'num_warmup_steps=-1'),
+        (lambda: CosineWarmupScheduler(sgd(), 10, 0.1), r'num_warmup_steps=0\.1 .*share'),
+        (lambda: LinearWarmupScheduler(sgd(), '10'), "num_training_steps='10'"),
         (lambda: DefaultOptimizer([]), 'no parameters'),
     ],
 )

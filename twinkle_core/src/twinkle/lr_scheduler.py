@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 __all__ = ['ConstantScheduler', 'CosineWarmupScheduler', 'LinearWarmupScheduler']
 
 
+def _steps(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        share = (
+            ' A share of the run is not taken: multiply it by num_training_steps.' if isinstance(value, float) else ''
+        )
+        raise ConfigError(f'{name}={value!r} must be a whole number of optimizer steps, at least {least}.{share}')
+    return value
+
+
 class _WarmupScheduler(LRScheduler):
     """Linear warm-up from 0, then `decay`. State is plain numbers, so that it can be written as JSON."""
 
     def __init__(self, optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> None:
-        if num_warmup_steps < 0:
-            raise ConfigError(f'num_warmup_steps={num_warmup_steps!r} must be at least 0.')
-        self.num_warmup_steps = num_warmup_steps
+        self.num_warmup_steps = _steps('num_warmup_steps', num_warmup_steps, 0)
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
@@ -48,9 +55,8 @@ class _DecayingScheduler(_WarmupScheduler):
     def __init__(
         self, optimizer: Optimizer, num_training_steps: int, num_warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
-        if num_training_steps < 1:
-            raise ConfigError(f'num_training_steps={num_training_steps!r} must be at least 1.')
-        if num_warmup_steps > num_training_steps:
+        num_training_steps = _steps('num_training_steps', num_training_steps, 1)
+        if _steps('num_warmup_steps', num_warmup_steps, 0) > num_training_steps:
             raise ConfigError(
                 f'num_warmup_steps={num_warmup_steps} is more than num_training_steps={num_training_steps}: the schedule would never '
                 'leave its warm-up.'
