@@ -183,6 +183,7 @@ def test_what_cannot_be_code_is_refused(tmp_path):
         losses.resolve(str(tmp_path / 'x.txt'), **TRUSTED)
     with pytest.raises(ConfigError, match='no revisions'):
         losses.resolve(str(tmp_path / 'empty'), revision='abc', **TRUSTED)
+    losses.resolve('cross_entropy')  # what is cached is refused all the same
     with pytest.raises(ConfigError, match='revision'):
         losses.resolve('cross_entropy', revision='abc')
 

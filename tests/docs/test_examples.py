@@ -38,10 +38,12 @@ def _examples() -> list[tuple[str, str]]:
 def test_example_runs(tmp_path, where, code):
     """The example exits without an error."""
     shutil.copytree(ROOT / 'cookbook' / 'data', tmp_path / 'cookbook' / 'data')
+    data = tmp_path / 'cookbook' / 'data' / 'self_cognition.jsonl'
+    data.write_text(''.join(data.read_text().splitlines(keepends=True)[:24]))  # three batches show that it runs
     (tmp_path / 'example.py').write_text(code)
     env = {**os.environ, 'TWINKLE_PROGRESS': '0', 'OMP_NUM_THREADS': '2'}
     done = subprocess.run(
-        [sys.executable, 'example.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, 'example.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, f'{where}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}'
 

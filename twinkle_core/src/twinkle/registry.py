@@ -114,7 +114,7 @@ class Registry:
         if not isinstance(spec, (str, PurePath)):
             return self.check(spec)
         view = self._view
-        if view is not None and view.generation == plugin_cache.generation:
+        if revision is None and view is not None and view.generation == plugin_cache.generation:
             try:
                 return view.resolved[spec, backend, qualified_only]  # type: ignore[index]  # a path is never there
             except KeyError:
