@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from twinkle.device_mesh import DeviceMesh
-from twinkle.errors import CheckpointError, StateError
+from twinkle.errors import CheckpointError, NotSupportedError, StateError
 from twinkle.launcher import local_rank, world_size
 from twinkle.model.base import BaseModel
 from twinkle.remote import remote_class
@@ -118,6 +118,10 @@ class TransformersModel(BaseModel):
         self.adapters.activate(adapter_name)
         module = self.adapters.module
         keywords = {key: batch[key] for key in batch if key in self._accepted}
+        if _is_packed(batch):
+            _check_can_pack(self.adapters.base)
+            # Transformers keeps packed samples apart by their positions, but only where no mask says that all may see all.
+            keywords.pop('attention_mask', None)
 
         def run() -> Any:
             return module(**keywords, use_cache=False, return_dict=True)
@@ -214,6 +218,26 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         if was_training:
             module.train()
+
+
+def _is_packed(batch: Mapping[str, Any]) -> bool:
+    """Whether positions start again within a row: it holds several samples, which must not see each other."""
+    positions, mask = batch.get('position_ids'), batch.get('attention_mask')
+    if positions is None or mask is None or positions.ndim != 2 or positions.shape != mask.shape:
+        return False
+    return bool(((positions[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any())
+
+
+def _check_can_pack(module: nn.Module) -> None:
+    """Raise for layers that carry a state from token to token and would carry it from sample to sample."""
+    config: Any = module.config
+    kinds = set(getattr(config.get_text_config(), 'layer_types', None) or ())
+    stateful = sorted(kind for kind in kinds if 'linear' in kind or 'mamba' in kind or 'recurrent' in kind)
+    if stateful:
+        raise NotSupportedError(
+            f'{type(module).__name__} has layers of type {", ".join(stateful)}, which would carry their state across packed samples. '
+            'Use a Dataset without packing, so that each row is one sample.'
+        )
 
 
 def _forward_keywords(module: nn.Module) -> frozenset[str]:
