@@ -205,8 +205,12 @@ def test_an_installed_plugin_is_found_by_name(environment, model):
     environment.install('twinkle-hf', FOCAL)
     assert 'FocalLoss' in environment.script(TRAIN.format(model=model, loss='focal'))
     assert _losses(environment)['focal']['distribution'] == FOCAL
+    shown = environment.program('twinkle', 'plugins', 'show', 'focal')
+    for said in (f'{FOCAL} 0.1.0', 'twinkle_example_focal_loss:FocalLoss'):
+        assert said in shown
     environment.pip('uninstall', '--yes', FOCAL)
     assert 'focal' not in _losses(environment)
+    assert 'focal' in environment.program('twinkle', 'plugins', 'show', 'focal', fails=True)
     error = environment.script("from twinkle import losses; losses.resolve('focal')", fails=True)
     assert "Unknown name 'focal' in losses" in error
 

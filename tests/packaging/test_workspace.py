@@ -7,6 +7,8 @@ import importlib
 import importlib.metadata
 import inspect
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -296,6 +298,75 @@ def test_no_file_is_over_500_lines():
         str(path.relative_to(ROOT)): count for path in _files() if (count := len(path.read_text().splitlines())) > 500
     }
     assert not long
+
+
+# What runs code that it finds in a file, by module or by the end of a called name.
+UNPICKLING_MODULES = {'cloudpickle', 'dill', 'joblib', 'marshal', 'pickle', 'shelve'}
+UNPICKLING_CALLS = ('torch.load', 'read_pickle', 'load_state_dict_from_url')
+
+
+def _unpickling(source: str) -> list[str]:
+    """Each place of a module's text that could unpickle."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split('.')[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ''
+            names = [module.split('.')[0], *(f'{module}.{alias.name}' for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.keyword) and node.arg == 'allow_pickle' and ast.unparse(node.value) != 'False':
+            names = ['pickle']
+        found += [
+            f'{node.lineno}: {name}' for name in names if name in UNPICKLING_MODULES or name.endswith(UNPICKLING_CALLS)
+        ]
+    return found
+
+
+def test_nothing_is_unpickled():
+    """No module of a package, the cookbook or the benchmarks imports a pickling module or calls what unpickles."""
+    for harmful in (
+        'import pickle',
+        'def f():\n    from dill import loads',
+        "torch.load('x', weights_only=True)",
+        'from torch import load',
+        'load = torch.load',
+        'np.load(x, allow_pickle=True)',
+    ):
+        assert _unpickling(harmful), f'the search does not see {harmful!r}'
+    wrong = [
+        f'{path.relative_to(ROOT)}:{place}'
+        for path in _files()
+        if 'tests' not in path.relative_to(ROOT).parts
+        for place in _unpickling(path.read_text())
+    ]
+    assert not wrong
+
+
+# Folders of one machine, and hosts that packages are fetched from: each user has others.
+OF_ONE_MACHINE = re.compile(r'(?<![\w.~}])/(?:work|home|root|Users|mnt)/|[A-Z]:\\+Users')
+REGISTRY_HOST = re.compile(
+    r'pypi\.org|pythonhosted\.org|registry\.npmjs|(?:--|PIP_)(?:extra-)?index[-_]url', re.IGNORECASE
+)
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    """Nothing in the repository holds an absolute path of somebody's machine, or the host of a package registry."""
+    for said in (f'see {"/"}work/x', f"'{'/'}home/me/models'", f'https://py{"pi"}.org/simple', f'--index{"-"}url x'):
+        assert OF_ONE_MACHINE.search(said) or REGISTRY_HOST.search(said), f'the search does not see {said!r}'
+    if not (ROOT / '.git').exists() or not shutil.which('git'):
+        pytest.skip('not a git checkout: which files belong to the repository is not known')
+    listed = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    wrong = []
+    for name in filter(None, listed.split('\0')):
+        if not (ROOT / name).is_file():
+            continue  # deleted, not committed yet
+        for number, line in enumerate((ROOT / name).read_text(errors='replace').splitlines(), 1):
+            if OF_ONE_MACHINE.search(line) or REGISTRY_HOST.search(line):
+                wrong.append(f'{name}:{number}: {line.strip()[:120]}')
+    assert not wrong
 
 
 def test_the_source_runs_on_the_oldest_python():
