@@ -206,7 +206,7 @@ def test_an_installed_plugin_is_found_by_name(environment, model):
     assert 'FocalLoss' in environment.script(TRAIN.format(model=model, loss='focal'))
     assert _losses(environment)['focal']['distribution'] == FOCAL
     shown = environment.program('twinkle', 'plugins', 'show', 'focal')
-    for said in (f'{FOCAL} 0.1.0', 'twinkle_example_focal_loss:FocalLoss'):
+    for said in (FOCAL, '0.1.0', 'twinkle_example_focal_loss:FocalLoss', 'loaded'):
         assert said in shown
     environment.pip('uninstall', '--yes', FOCAL)
     assert 'focal' not in _losses(environment)
