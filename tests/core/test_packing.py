@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.tokenizers import tiny_tokenizer
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta, IterablePackingDataset, PackingDataset
-from twinkle.dataset.packs import Packing, join_features
+from twinkle.dataset.packs import Packing
 from twinkle.device_mesh import DeviceMesh
 from twinkle.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from twinkle.errors import (
     StateError,
 )
 from twinkle.processor import InputProcessor
+from twinkle.processor.joining import join_features
 
 KINDS = [PackingDataset, IterablePackingDataset]
 
@@ -345,3 +346,43 @@ def test_packs_are_loaded_shared_and_resumed_as_rows_are(cls, workers, monkeypat
         row for parts in zip(*by_rank, strict=True) for part in parts for row in part if set(row['labels']) != {-100}
     ]
     assert trained == list(dataset)
+
+
+# -- joined by the processor ---------------------------------------------------------------------------------------------
+
+
+def test_padding_free_joins_the_rows_of_a_batch():
+    """The batch is one row of all tokens; per token, per sample and per pack given values keep their samples."""
+    rows = [sample(3, advantages=1.0, rewards=0.5), sample(2, first=7, advantages=-1.0, rewards=2.0)]
+    before = copy.deepcopy(rows)
+    batch = InputProcessor(padding_free=True)(rows)
+    assert rows == before
+    assert batch['input_ids'].tolist() == [[1, 2, 3, 7, 8]]
+    assert batch['position_ids'].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch['advantages'].tolist() == [[1.0, 1.0, 1.0, -1.0, -1.0]]
+    assert batch['rewards'].tolist() == [0.5, 2.0]
+    assert batch['attention_mask'].sum() == 5
+    pack = join_features(rows)
+    again = InputProcessor(padding_free=True)([pack, sample(2, first=4, advantages=0.0, rewards=3.0)])
+    assert again['rewards'].tolist() == [0.5, 2.0, 3.0]
+
+
+def test_what_packs_give_per_sample_is_one_list():
+    """Packs of different numbers of samples, padded: `sample_weights` has one entry per sample, in their order."""
+    first = join_features([sample(3, sample_weights=1.0), sample(2, sample_weights=2.0), sample(2, sample_weights=3.0)])
+    batch = InputProcessor()([first, sample(4, sample_weights=4.0)])
+    assert batch['sample_weights'].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert batch['input_ids'].shape == (2, 7)
+
+
+def test_padding_free_rounds_up_and_refuses_what_is_padded():
+    """`pad_to_multiple_of` pads the one row's end; a dictionary of padded tensors is refused; rows keep their limit."""
+    batch = InputProcessor(padding_free=True, pad_to_multiple_of=4)([sample(3), sample(2)])
+    assert batch['input_ids'].shape == (1, 8)
+    with pytest.raises(DataError, match='padded already'):
+        InputProcessor(padding_free=True)({'input_ids': torch.ones(2, 3, dtype=torch.long)})
+    assert InputProcessor(padding_free=True, max_length=3)([sample(3), sample(3)])['input_ids'].shape == (1, 6)
+    with pytest.raises(DataError, match='max_length=3'):
+        InputProcessor(padding_free=True, max_length=3)([sample(4)])
+    with pytest.raises(ConfigError, match='padding_free'):
+        InputProcessor(padding_free='yes')

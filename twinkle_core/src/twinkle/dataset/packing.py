@@ -8,10 +8,11 @@ from typing import Any
 from twinkle.dataset.base import Dataset
 from twinkle.dataset.iterable import IterableDataset
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.dataset.packs import Packing, join_features, token_count
+from twinkle.dataset.packs import Packing, token_count
 from twinkle.dataset.table import unpack_row
 from twinkle.errors import StateError
 from twinkle.logging import progress
+from twinkle.processor.joining import join_features
 from twinkle.remote import remote_class, remote_function
 
 __all__ = ['IterablePackingDataset', 'PackingDataset']

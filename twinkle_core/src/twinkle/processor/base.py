@@ -11,7 +11,8 @@ from torch import Tensor
 
 from twinkle.data_format import InputFeature
 from twinkle.errors import ConfigError, DataError
-from twinkle.processor.collate import collate_rows
+from twinkle.processor.collate import check_lengths, collate_rows
+from twinkle.processor.joining import join_features
 
 __all__ = ['InputProcessor']
 
@@ -24,9 +25,12 @@ class InputProcessor:
     `loss_weights` [B, T] (padded with 0; one number stands for all tokens of its row, none for 1). Of other keys,
     numbers become [B], numbers per token [B, T], arrays of one shape [B, ...]; images and their like (`pixel_values`,
     `image_grid_thw`, ...) are joined along the first dimension; strings and other objects stay a list, as does a key
-    that some rows lack.
+    that some rows lack. Rows that are packs (their positions start again at 0 with each sample) give one number per
+    sample for what is given per sample.
 
     Args:
+        padding_free: join the rows of a batch into one row, [1, total tokens], in which samples do not see each other. Nothing
+            is padded (but up to `pad_to_multiple_of`), so nothing is computed for padding; losses and metrics see the same samples.
         pad_token_id: what stands in padded places; nothing is computed from it.
         pad_to_multiple_of: T is rounded up to a multiple of it.
         max_length: refuse longer rows (they are truncated in the template, not here).
@@ -36,7 +40,12 @@ class InputProcessor:
     """
 
     def __init__(
-        self, *, pad_token_id: int = 0, pad_to_multiple_of: int | None = None, max_length: int | None = None
+        self,
+        *,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int | None = None,
+        max_length: int | None = None,
+        padding_free: bool = False,
     ) -> None:
         for name, value, least in (
             ('pad_token_id', pad_token_id, 0),
@@ -50,9 +59,15 @@ class InputProcessor:
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
         self.max_length = max_length
+        if not isinstance(padding_free, bool):
+            raise ConfigError(f'InputProcessor: padding_free={padding_free!r} must be True or False.')
+        self.padding_free = padding_free
 
     def __repr__(self) -> str:
-        return f'{type(self).__name__}(pad_token_id={self.pad_token_id}, pad_to_multiple_of={self.pad_to_multiple_of})'
+        return (
+            f'{type(self).__name__}(pad_token_id={self.pad_token_id}, pad_to_multiple_of={self.pad_to_multiple_of}, '
+            f'padding_free={self.padding_free})'
+        )
 
     def __call__(
         self,
@@ -84,9 +99,11 @@ class InputProcessor:
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(f'Row {index} is {type(row).__name__}; a row is a dictionary with input_ids.')
-        return collate_rows(
-            rows, pad_token_id=self.pad_token_id, multiple=self.pad_to_multiple_of, max_length=self.max_length
-        )
+        limit = self.max_length
+        if self.padding_free and all('input_ids' in row for row in rows):
+            check_lengths(rows, limit)  # of the rows; their sum may be longer
+            rows, limit = [join_features(rows)], None
+        return collate_rows(rows, pad_token_id=self.pad_token_id, multiple=self.pad_to_multiple_of, max_length=limit)
 
     def _complete(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch of tensors, with the attention mask and positions that follow from it where they are missing."""
@@ -94,6 +111,11 @@ class InputProcessor:
         ids = batch.get('input_ids')
         if ids is None:
             return batch
+        if self.padding_free and len(ids) > 1:
+            raise DataError(
+                f'padding_free=True joins rows, and these are padded already: input_ids of shape {tuple(ids.shape)}. Pass a list of '
+                'rows, or use a processor without padding_free.'
+            )
         for key in ('labels', 'attention_mask', 'loss_weights'):
             value = batch.get(key)
             if isinstance(value, Tensor) and value.ndim == 2 and value.shape != ids.shape:

@@ -12,7 +12,7 @@ import torch
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError
 
-__all__ = ['collate_rows', 'positions_of']
+__all__ = ['check_lengths', 'collate_rows', 'positions_of', 'sample_count']
 
 CONCATENATED = frozenset({
     'pixel_values', 'pixel_values_videos', 'pixel_attention_mask', 'image_grid_thw', 'video_grid_thw',
@@ -33,7 +33,8 @@ def collate_rows(rows: Rows, *, pad_token_id: int, multiple: int | None, max_len
     keys = list(dict.fromkeys(key for row in rows for key in row))
     if 'input_ids' not in keys:
         return {key: _collate_other(key, rows, None, 0) for key in keys}
-    lengths = _lengths(rows, max_length)
+    samples = [sample_count(row.get('position_ids')) for row in rows]
+    lengths = check_lengths(rows, max_length)
     width = max(lengths)
     if multiple is not None:
         width = -(-width // multiple) * multiple
@@ -54,11 +55,25 @@ def collate_rows(rows: Rows, *, pad_token_id: int, multiple: int | None, max_len
         elif key == 'loss_weights':
             batch[key] = torch.from_numpy(_loss_weights(rows, lengths, width, real))
         elif key not in batch:
-            batch[key] = _collate_other(key, rows, lengths, width)
+            per_sample = _collate_samples(key, rows, lengths, samples)
+            batch[key] = _collate_other(key, rows, lengths, width) if per_sample is None else per_sample
     return batch
 
 
-def _lengths(rows: Rows, max_length: int | None) -> list[int]:
+def sample_count(position_ids: Any) -> int:
+    """How many samples a row holds: positions start again at 0 with each."""
+    if position_ids is None or getattr(position_ids, 'ndim', 1) != 1:
+        return 1
+    values = np.asarray(_numpy(position_ids))
+    return max(int((values == 0).sum()), 1) if values.ndim == 1 else 1
+
+
+def check_lengths(rows: Rows, max_length: int | None) -> list[int]:
+    """Tokens of each row.
+
+    Raises:
+        DataError: a row without any, or with more than `max_length`.
+    """
     lengths = []
     for index, row in enumerate(rows):
         ids = row.get('input_ids')
@@ -157,6 +172,23 @@ def _is_sequence(value: Any) -> bool:
     if hasattr(value, 'ndim'):
         return bool(value.ndim > 0)
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _collate_samples(key: str, rows: Rows, lengths: Sequence[int], samples: Sequence[int]) -> Any:
+    """Numbers [S], one for each sample of rows of which some are packed; None where `key` holds something else."""
+    if max(samples) == 1:
+        return None
+    numbers_S: list[Any] = []
+    for row, length, count in zip(rows, lengths, samples, strict=True):
+        value = row.get(key)
+        if count == 1 and not _is_sequence(value):
+            value = [value]
+        if value is None or not _is_sequence(value) or len(value) != count or count == length:
+            return None
+        numbers_S.extend(_numpy(value))
+    if not all(isinstance(number, (numbers.Number, np.generic)) for number in numbers_S):
+        return None
+    return _tensor(np.asarray(numbers_S))
 
 
 def _collate_other(key: str, rows: Rows, lengths: Sequence[int] | None, width: int) -> Any:
