@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -70,3 +72,72 @@ def test_layers_with_a_running_state_refuse_packed_rows(tiny_llama):
         model.forward_only(inputs=pack(rows))
     assert isinstance(model.model, transformers.LlamaForCausalLM)
     model.forward_only(inputs=rows)
+
+
+@pytest.mark.parametrize('kind', ['lora', 'full'])
+def test_padding_free_gives_what_padding_gives(tiny_llama, kind):
+    """The processor's `padding_free` changes neither loss nor gradients, and logits are those of rows alone, in one row."""
+    rows = reference.random_rows(5)
+    results = []
+    for padding_free in (False, True):
+        model = TransformersModel(tiny_llama, mixed_precision='no')
+        model.set_processor('default', padding_free=padding_free)
+        if kind == 'lora':
+            torch.manual_seed(0)
+            model.add_adapter_to_model('a', LoraConfig(r=4, target_modules='all-linear', init_lora_weights=False))
+        logits = model.forward_only(inputs=rows)['logits']
+        loss = model.forward_backward(inputs=rows)['loss']
+        norm = model.clip_grad_norm(max_grad_norm=float('inf'))
+        grads = [p.grad.clone() for p in model.trainable_parameters('a' if kind == 'lora' else '')]
+        results.append((loss, norm, grads, logits))
+    (loss, norm, grads, padded), (free_loss, free_norm, free_grads, free) = results
+    keep = reference.collate(rows)['attention_mask'].bool()
+    assert free.shape[:2] == (1, int(keep.sum()))
+    torch.testing.assert_close(free[0], padded[keep], rtol=1e-5, atol=1e-5)
+    assert free_loss == pytest.approx(loss, rel=1e-6)
+    assert free_norm == pytest.approx(norm, rel=1e-5)
+    for a, b in zip(grads, free_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_flash_attention_gets_packed_rows_as_one(tiny_llama, monkeypatch):
+    """Its kernels tell samples apart in a batch of one row only: rows are laid end to end, and what comes out is by row again.
+
+    The layout is run with another attention, which must give the same; the kernels need a GPU and were not run.
+    """
+    rows = reference.random_rows(6)
+    batch = [pack(rows[:3]), pack(rows[3:5]), rows[5]]
+    model = TransformersModel(tiny_llama, mixed_precision='no')
+    wanted = ['logits', 'logps', 'entropies', 'hidden_states', 'embeddings']
+    expected = model.forward_only(inputs=batch, return_outputs=wanted)
+    seen = []
+    real = torch.nn.Embedding.forward
+
+    def watched(self, ids):
+        seen.append(tuple(ids.shape))
+        return real(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, 'forward', watched)
+    monkeypatch.setattr('twinkle_hf.model.takes_one_row', lambda module: True)
+    flat = model.forward_only(inputs=batch, return_outputs=wanted)
+    width = expected['logps'].shape[1]
+    assert seen == [(1, 3 * width)]
+    lengths = [sum(len(row['input_ids']) for row in part) for part in (rows[:3], rows[3:5], rows[5:])]
+    for key in wanted[:-1]:
+        for index, length in enumerate(lengths):
+            torch.testing.assert_close(flat[key][index, :length], expected[key][index, :length], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flat['embeddings'], expected['embeddings'], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings('ignore')  # of PyTorch's compiler, about itself
+@pytest.mark.skipif(shutil.which('g++') is None, reason='flex attention compiles its kernel with a C++ compiler')
+def test_flex_attention_keeps_samples_apart(tiny_llama):
+    """Packed rows through flex attention give the logits of rows alone in forward_only; training it on a CPU is refused."""
+    rows = reference.random_rows(3)
+    alone = TransformersModel(tiny_llama, mixed_precision='no')
+    expected = torch.cat([alone.forward_only(inputs=[row])['logits'][0] for row in rows])
+    model = TransformersModel(tiny_llama, mixed_precision='no', attn_implementation='flex_attention')
+    packed = model.forward_only(inputs=[pack(rows)])['logits'][0]
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotSupportedError, match='flex_attention has no backward pass on a CPU'):
+        model.forward_backward(inputs=[pack(rows)])

@@ -103,8 +103,11 @@ class OutputHead:
                 config, 'router_aux_loss_coef', getattr(config.get_text_config(), 'router_aux_loss_coef', None)
             )
             found['aux_loss'] = aux_loss if weight is None else weight * aux_loss
-        if not found.keys() - {'aux_loss'} and getattr(output, 'logits', None) is not None:
-            found['logits'] = output.logits
+        logits = getattr(output, 'logits', None)
+        if not found.keys() - {'aux_loss'} and logits is not None:
+            found['logits'] = logits
+            if logits.ndim == 3 and logits.shape[-1] == 1:
+                found['values'] = logits.squeeze(-1)  # one number per token: a value model
         if 'hidden_states' not in found and getattr(output, 'last_hidden_state', None) is not None:
             found['hidden_states'] = output.last_hidden_state
         return found  # type: ignore[return-value]

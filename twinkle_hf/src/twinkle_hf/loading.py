@@ -26,6 +26,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+# Keywords of from_pretrained that a config has an attribute for, too.
+_NOT_OF_CONFIG = frozenset(
+    {'attn_implementation', 'dtype', 'experts_implementation', 'quantization_config', 'trust_remote_code'}
+)
+
+
 def resolve_class(model_cls: Any, config: PretrainedConfig) -> Any:
     """The class to build: what was given (a class or its name in Transformers), else the config's architecture, else Auto.
 
@@ -97,6 +103,8 @@ def load_module(
         config = AutoConfig.from_pretrained(folder, **remote)
     else:
         config = copy.deepcopy(config)
+    for key in [key for key in options if key not in _NOT_OF_CONFIG and hasattr(config, key)]:
+        setattr(config, key, options.pop(key))  # num_labels, say: from_pretrained takes no such key beside a config
     options.setdefault('use_safetensors', True)  # never a pickled checkpoint
     try:
         module = resolve_class(model_cls, config).from_pretrained(folder, config=config, dtype=dtype, **options)

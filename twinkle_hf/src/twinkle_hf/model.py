@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -18,12 +18,14 @@ from twinkle.runtime import default_device_mesh
 from twinkle_hf.head import OutputHead
 from twinkle_hf.loading import copy_tokenizer_files, load_module
 from twinkle_hf.options import check_options
+from twinkle_hf.packed import check_attention, check_can_pack, flatten_rows, is_packed, takes_one_row, unflatten_rows
 from twinkle_hf.patch import enable_gradient_checkpointing
-from twinkle_hf.peft_adapters import PeftAdapters
+from twinkle_hf.peft_adapters import PeftAdapters, cpu_copy
+from twinkle_hf.pooling import Pooling
 from twinkle_hf.precision import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -56,6 +58,8 @@ class TransformersModel(BaseModel):
         ddp_config, fsdp_config, memory_efficient_init: for several processes.
         grad_scaler_config: keywords of `torch.amp.GradScaler`.
         gradient_checkpointing: recompute activations in backward, to save memory.
+        pooling: how an embedding is made of the hidden states of a sample: their `'mean'`, the first (`'cls'`), or the `'last'`. By
+            default what the model's folder says (Sentence Transformers models do), else `'last'` for causal models, `'mean'` for others.
         remote_group: the device group this model lives in; a label in local mode.
         **kwargs: go to `from_pretrained` (or to the class's `from_config`): `attn_implementation`, `dtype`, `revision`, ...
 
@@ -80,6 +84,7 @@ class TransformersModel(BaseModel):
         grad_scaler_config: Mapping[str, Any] | None = None,
         memory_efficient_init: bool = False,
         gradient_checkpointing: bool = False,
+        pooling: Literal['mean', 'cls', 'last'] | None = None,
         remote_group: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -95,6 +100,7 @@ class TransformersModel(BaseModel):
         torch.nn.Module.to(module, device=self.device)
         if gradient_checkpointing:
             enable_gradient_checkpointing(module)
+        self.pooling = Pooling.choose(pooling, self._folder, module)
         self.adapters = PeftAdapters(module)
         self._head = OutputHead(module)
         self._accepted = _forward_keywords(module)
@@ -117,25 +123,47 @@ class TransformersModel(BaseModel):
     ) -> ModelOutput:
         self.adapters.activate(adapter_name)
         module = self.adapters.module
-        keywords = {key: batch[key] for key in batch if key in self._accepted}
-        if _is_packed(batch):
-            _check_can_pack(self.adapters.base)
+        with ExitStack() as stack:
+            if training:
+                check_attention(self.adapters.base, self.device.type)
+                if not module.training:
+                    module.train()
+            else:
+                stack.enter_context(_evaluating(module))
+                stack.enter_context(torch.no_grad())
+                if disable_lora:
+                    stack.enter_context(self.adapters.disabled())
+            stack.enter_context(self.precision.autocast())
+            return self._forward(module, batch, needs)
+
+    def _forward(self, module: nn.Module, batch: Mapping[str, Any], needs: frozenset[str]) -> ModelOutput:
+        """The module's forward on a batch, padded or packed."""
+        rows, base = batch, self.adapters.base
+        packed = is_packed(batch)
+        if packed:
+            check_can_pack(base)
+            if takes_one_row(base) and len(batch['position_ids']) > 1:
+                rows = flatten_rows(batch)
+        keywords = {key: rows[key] for key in rows if key in self._accepted}
+        if packed:
             # Transformers keeps packed samples apart by their positions, but only where no mask says that all may see all.
             keywords.pop('attention_mask', None)
-
-        def run() -> Any:
-            return module(**keywords, use_cache=False, return_dict=True)
-
-        if training:
-            if not module.training:
-                module.train()
-            with self.precision.autocast():
-                return self._head.run(run, batch, needs)
-        with _evaluating(module), torch.no_grad(), self.precision.autocast():
-            if not disable_lora:
-                return self._head.run(run, batch, needs)
-            with self.adapters.disabled():
-                return self._head.run(run, batch, needs)
+        if 'use_cache' in self._accepted:
+            keywords['use_cache'] = False
+        pooled = 'embeddings' in needs
+        wanted = (needs - {'embeddings'}) | {'hidden_states'} if pooled else needs
+        outputs = self._head.run(lambda: module(**keywords, return_dict=True), rows, wanted)
+        if rows is not batch:
+            outputs = unflatten_rows(outputs, batch)
+        if pooled:
+            if 'hidden_states' not in outputs:
+                raise NotSupportedError(
+                    f"{type(base).__name__} gives no hidden states to make embeddings of; load it with model_cls='AutoModel'."
+                )
+            outputs['embeddings'] = self.pooling(outputs['hidden_states'], batch)
+            if 'hidden_states' not in needs:
+                del outputs['hidden_states']
+        return outputs
 
     def _named_trainable(self, adapter_name: str) -> Iterable[tuple[str, Parameter]]:
         return self.adapters.named_trainable(adapter_name)
@@ -172,16 +200,27 @@ class TransformersModel(BaseModel):
         weights = self.adapters.state_dict(name) if name else self.adapters.base.state_dict()
         return {key: value.detach().to('cpu', copy=True) for key, value in weights.items()}
 
-    def _export_weights(self, folder: Path, adapter_name: str) -> None:
+    def _weights_writer(self, adapter_name: str, *, snapshot: bool) -> Callable[[Path], None]:
         if adapter_name:
-            self.adapters.save(adapter_name, folder, self.model_id)
+            write = self.adapters.writer(adapter_name, self.model_id, snapshot=snapshot)
         else:
-            self.adapters.base.save_pretrained(str(folder))
+            write = (cpu_copy(self.adapters.base) if snapshot else self.adapters.base).save_pretrained
+        return self._with_tokenizer(write, adapter_name)
+
+    def _merged_writer(self, adapter_name: str) -> Callable[[Path], None]:
+        return self._with_tokenizer(self.adapters.merged(adapter_name).save_pretrained, adapter_name)
+
+    def _with_tokenizer(self, write: Callable[[Path], Any], adapter_name: str) -> Callable[[Path], None]:
         template = self._adapters.get(adapter_name).template
-        if template is not None:
-            template.save_pretrained(folder)
-        elif self._folder is not None:
-            copy_tokenizer_files(self._folder, folder)
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            if template is not None:
+                template.save_pretrained(folder)
+            elif self._folder is not None:
+                copy_tokenizer_files(self._folder, folder)
+
+        return write_all
 
     def _import_weights(self, folder: Path, adapter_name: str) -> None:
         if adapter_name:
@@ -218,26 +257,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         if was_training:
             module.train()
-
-
-def _is_packed(batch: Mapping[str, Any]) -> bool:
-    """Whether positions start again within a row: it holds several samples, which must not see each other."""
-    positions, mask = batch.get('position_ids'), batch.get('attention_mask')
-    if positions is None or mask is None or positions.ndim != 2 or positions.shape != mask.shape:
-        return False
-    return bool(((positions[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any())
-
-
-def _check_can_pack(module: nn.Module) -> None:
-    """Raise for layers that carry a state from token to token and would carry it from sample to sample."""
-    config: Any = module.config
-    kinds = set(getattr(config.get_text_config(), 'layer_types', None) or ())
-    stateful = sorted(kind for kind in kinds if 'linear' in kind or 'mamba' in kind or 'recurrent' in kind)
-    if stateful:
-        raise NotSupportedError(
-            f'{type(module).__name__} has layers of type {", ".join(stateful)}, which would carry their state across packed samples. '
-            'Use a Dataset without packing, so that each row is one sample.'
-        )
 
 
 def _forward_keywords(module: nn.Module) -> frozenset[str]:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from twinkle.errors import AdapterError, CheckpointError, ConfigError, NotSupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.nn import Parameter
     from transformers import PreTrainedModel
 
-__all__ = ['PeftAdapters']
+__all__ = ['PeftAdapters', 'cpu_copy']
+
+M = TypeVar('M', bound=nn.Module)
 
 WEIGHTS = 'adapter_model.safetensors'
 
@@ -68,7 +75,8 @@ class PeftAdapters:
                 assert isinstance(peft, PeftModel)
                 self.peft = peft
             else:
-                self.peft.add_adapter(name, config, autocast_adapter_dtype=False)
+                with _outside_of_copies(self.peft, config):
+                    self.peft.add_adapter(name, config, autocast_adapter_dtype=False)
             self.peft.set_adapter(name)
             others = {id(p) for pairs in self._trainable.values() for _, p in pairs}
             own = [(n, p) for n, p in self.peft.named_parameters() if p.requires_grad and id(p) not in others]
@@ -107,10 +115,11 @@ class PeftAdapters:
     def state_dict(self, name: str) -> dict[str, Tensor]:
         """One adapter's weights under PEFT's names, without the adapter's own name."""
         assert self.peft is not None
-        return dict(get_peft_model_state_dict(self.peft, adapter_name=name))
+        # Not 'auto', which asks a hub about the vocabulary, and saves the base model's embeddings beside adapters on them.
+        return dict(get_peft_model_state_dict(self.peft, adapter_name=name, save_embedding_layers=False))
 
-    def save(self, name: str, folder: Path, base_model_id: str | None) -> None:
-        """Write `adapter_model.safetensors` and `adapter_config.json`, as `PeftModel.from_pretrained` reads them."""
+    def writer(self, name: str, base_model_id: str | None, *, snapshot: bool) -> Callable[[Path], None]:
+        """What writes `adapter_model.safetensors` and `adapter_config.json`, as `PeftModel.from_pretrained` reads them."""
         assert self.peft is not None
         config = copy.deepcopy(self.peft.peft_config[name])
         config.base_model_name_or_path = base_model_id or config.base_model_name_or_path
@@ -119,9 +128,33 @@ class PeftAdapters:
             # What PeftModel needs to find the base model's class by itself.
             base_class = type(self.base)
             config.auto_mapping = {'base_model_class': base_class.__name__, 'parent_library': base_class.__module__}
-        tensors = {key: value.detach().cpu().contiguous() for key, value in self.state_dict(name).items()}
-        save_file(tensors, str(folder / WEIGHTS), metadata={'format': 'pt'})
-        config.save_pretrained(str(folder))
+        tensors = {key: value.detach().to('cpu', copy=snapshot) for key, value in self.state_dict(name).items()}
+
+        def write(folder: Path) -> None:
+            contiguous = {key: value.contiguous() for key, value in tensors.items()}
+            save_file(contiguous, str(folder / WEIGHTS), metadata={'format': 'pt'})
+            config.save_pretrained(str(folder))
+
+        return write
+
+    def merged(self, name: str) -> PreTrainedModel:
+        """A copy of the base model on the CPU with one adapter merged into it, by PEFT. The model itself stays as it is.
+
+        Raises:
+            NotSupportedError: an adapter that PEFT cannot merge.
+        """
+        assert self.peft is not None
+        twin: Any = cpu_copy(self.peft)
+        if not hasattr(twin.base_model, 'merge_and_unload'):
+            raise NotSupportedError(
+                f'Adapter {name!r} is of type {_type_name(self.peft.peft_config[name].peft_type)}, which PEFT cannot merge into the '
+                'model. Save without merge_lora=True.'
+            )
+        twin.set_adapter(name)
+        try:
+            return twin.merge_and_unload(adapter_names=[name])
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            raise NotSupportedError(f'Adapter {name!r} cannot be merged into the model: {error}') from error
 
     def load(self, name: str, folder: Path) -> None:
         """Read weights into an adapter that exists. Keys and shapes are checked before anything is changed."""
@@ -130,6 +163,7 @@ class PeftAdapters:
     def _set_weights(self, name: str, weights: dict[str, Tensor], where: str) -> None:
         assert self.peft is not None
         here = self.state_dict(name)
+        weights = self._without_base(weights, where)
         missing, unexpected = sorted(here.keys() - weights.keys()), sorted(weights.keys() - here.keys())
         wrong = [
             f'{key} {tuple(weights[key].shape)} here {tuple(value.shape)}'
@@ -144,6 +178,23 @@ class PeftAdapters:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             set_peft_model_state_dict(self.peft, weights, adapter_name=name)
+
+    def _without_base(self, weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+        """`weights` without embeddings of the base model, which PEFT saves beside adapters on them.
+
+        Raises:
+            CheckpointError: they differ from those here, so that the adapter belongs to another base model.
+        """
+        assert self.peft is not None
+        kept, base = {}, {key: value for key, value in self.peft.state_dict().items() if 'base_layer' in key}
+        for key, value in weights.items():
+            if key not in base:
+                kept[key] = value
+            elif base[key].shape != value.shape or not torch.equal(base[key].to('cpu', value.dtype), value):
+                raise CheckpointError(
+                    f'{where} brings weights of the base model ({key}) that differ from those here: it was trained on another base.'
+                )
+        return kept
 
     def _keep_trainable(self) -> None:
         # PEFT freezes adapters that are not active; autograd would then drop the gradients of a backward that is still to come.
@@ -167,6 +218,41 @@ class PeftAdapters:
             if name in self.peft.peft_config:
                 self.peft.delete_adapter(name)
             self._keep_trainable()
+
+
+@contextlib.contextmanager
+def _outside_of_copies(module: nn.Module, config: Any) -> Iterator[None]:
+    """Keep a further adapter out of the private copies that `modules_to_save` of others made: PEFT would target them, too."""
+    copies = [
+        f'{prefix}.{inner}' if inner else prefix
+        for prefix, wrapper in module.named_modules()
+        if isinstance(wrapper, AuxiliaryTrainingWrapper)
+        for inner, _ in wrapper.named_modules()
+    ]
+    given = getattr(config, 'exclude_modules', None)
+    if not copies or not hasattr(config, 'exclude_modules'):
+        yield
+        return
+    names = [name.removeprefix('base_model.model.') for name in copies]
+    if isinstance(given, str):
+        config.exclude_modules = '|'.join([f'(?:{given})', *map(re.escape, names)])
+    else:
+        config.exclude_modules = [*(given or ()), *names]
+    try:
+        yield
+    finally:
+        config.exclude_modules = given
+
+
+def cpu_copy(module: M) -> M:
+    """A copy of a module whose parameters and buffers live on the CPU; tied ones stay tied, gradients stay behind."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        twin = nn.Parameter(parameter.detach().to('cpu', copy=True), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = twin
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to('cpu', copy=True)
+    return copy.deepcopy(module, memo)
 
 
 def _read(config_or_dir: Any) -> tuple[PeftConfig, dict[str, Tensor] | None]:

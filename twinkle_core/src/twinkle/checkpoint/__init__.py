@@ -8,7 +8,7 @@ nested training state in safetensors and JSON, `trainer` the few numbers of the 
 from __future__ import annotations
 
 from twinkle.checkpoint.background import PendingSave, save_async, wait_for_saves
-from twinkle.checkpoint.commit import commit_checkpoint
+from twinkle.checkpoint.commit import check_target, commit_checkpoint
 from twinkle.checkpoint.find import find_checkpoint, latest_checkpoint
 from twinkle.checkpoint.names import checkpoint_path
 from twinkle.checkpoint.rng import rng_state, set_rng_state
@@ -19,6 +19,7 @@ __all__ = [
     'PendingSave',
     'StateSnapshot',
     'TrainerState',
+    'check_target',
     'checkpoint_path',
     'commit_checkpoint',
     'find_checkpoint',

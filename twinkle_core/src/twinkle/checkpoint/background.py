@@ -22,9 +22,17 @@ _starting = threading.Lock()
 class PendingSave:
     """A save in progress. Its error, if any, is raised once: by `wait`, or by the next save into that folder."""
 
-    def __init__(self, write: Callable[[Path], None], path: Path, keep_last: int | None, set_latest: bool) -> None:
+    def __init__(
+        self,
+        write: Callable[[Path], None],
+        path: Path,
+        keep_last: int | None,
+        set_latest: bool,
+        then: Callable[[Path], None] | None = None,
+    ) -> None:
         self.path = path
         self._write = write
+        self._then = then
         self._options = (keep_last, set_latest)
         self._error: BaseException | None = None
         # Not a daemon: the interpreter waits for it, so a script that ends does not lose its last checkpoint.
@@ -79,6 +87,8 @@ class PendingSave:
         try:
             with publishing(self.path, keep_last=keep_last, set_latest=set_latest) as folder:
                 self._write(folder)
+            if self._then is not None:
+                self._then(self.path)
         except BaseException as error:  # kept, and raised where somebody waits for it
             self._error = error
         del self._write  # lets go of the snapshot
@@ -91,12 +101,13 @@ def save_async(
     *,
     keep_last: int | None = None,
     set_latest: bool = True,
+    then: Callable[[Path], None] | None = None,
 ) -> PendingSave:
     """`commit_checkpoint` in a thread: `write` fills the folder that it is given.
 
     `write` must work from a snapshot (`snapshot_state`, cloned weights), since training goes on meanwhile. One save at
-    a time runs
-    per output folder: another one first waits for it. At exit the interpreter waits too.
+    a time runs per output folder: another one first waits for it. At exit the interpreter waits too. `then` is called with the
+    checkpoint's path once it is in its place.
 
     Raises:
         NameNotAllowedError, ConfigError: before anything is started.
@@ -104,7 +115,7 @@ def save_async(
             chained).
     """
     target = check_target(output_dir, name, keep_last)
-    key, pending = _key(output_dir), PendingSave(write, target, keep_last, set_latest)
+    key, pending = _key(output_dir), PendingSave(write, target, keep_last, set_latest, then)
     while True:
         wait_for_saves(output_dir)
         with _starting:

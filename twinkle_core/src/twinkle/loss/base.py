@@ -26,10 +26,12 @@ class Loss(ABC):
         requires: keys of `ModelOutput` that the forward pass must compute: `logits`, `logps`, `nll`, `entropies`, `embeddings`,
             `values`, `hidden_states`. Losses work from `logps` or `nll` wherever they can: logits are large.
         required_inputs: keys that the batch (or a keyword of the call) must hold beside `labels`.
+        needs_labels: whether a batch without `labels` has nothing for this loss.
     """
 
     requires: frozenset[str] = frozenset({'logps'})
     required_inputs: ClassVar[tuple[str, ...]] = ()
+    needs_labels: ClassVar[bool] = True
 
     @property
     def needs_reference(self) -> bool:

@@ -45,6 +45,7 @@ class InfonceLoss(Loss):
     """
 
     requires = frozenset({'embeddings'})
+    needs_labels = False
 
     def __init__(
         self,

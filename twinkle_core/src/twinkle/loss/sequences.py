@@ -16,7 +16,24 @@ from torch import Tensor
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError
 
-__all__ = ['Sequences']
+__all__ = ['Sequences', 'sample_starts']
+
+
+def sample_starts(inputs: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Which tokens [B, T] of a collated batch are real, and which of them begin a sample: `position_ids` start again there."""
+    given, positions = inputs.get('attention_mask'), inputs.get('position_ids')
+    if given is not None and given.shape == shape:
+        real = given.bool()
+    else:
+        device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+        real = torch.ones(shape, dtype=torch.bool, device=device)
+    starts = real & (real.cumsum(1) == 1)  # the first real token of every row
+    if positions is not None and positions.ndim == 3 and len(positions) == 4:
+        # Of text; the other three are multimodal rotary positions, which do not tell samples apart.
+        positions = positions[0]
+    if positions is not None and positions.shape == shape:
+        starts = starts | ((positions == 0) & real)
+    return real, starts
 
 
 @dataclass(frozen=True)
@@ -45,16 +62,7 @@ class Sequences:
             DataError: `sample_weights` of another number of samples.
         """
         labels = inputs['labels']
-        real = inputs.get('attention_mask')
-        real = torch.ones_like(labels, dtype=torch.bool) if real is None or real.shape != labels.shape else real.bool()
-        starts = real & (real.cumsum(1) == 1)  # the first real token of every row
-        positions = inputs.get('position_ids')
-        if positions is not None and positions.ndim == 3 and len(positions) == 4:
-            positions = positions[
-                0
-            ]  # of text; the other three are multimodal rotary positions, which do not tell samples apart
-        if positions is not None and positions.shape == labels.shape:
-            starts = starts | ((positions == 0) & real)
+        real, starts = sample_starts(inputs, labels.shape)
         index = (starts.flatten().cumsum(0) - 1).clamp(min=0).view(labels.shape)
         count = int(starts.sum())
         weights = inputs.get('sample_weights')

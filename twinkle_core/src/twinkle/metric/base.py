@@ -27,9 +27,11 @@ class Metric(ABC):
 
     Attributes:
         requires: keys of `ModelOutput` that it needs beside the loss, as for `Loss.requires`.
+        needs_labels: whether a batch without `labels` has nothing for this metric.
     """
 
     requires: ClassVar[frozenset[str]] = frozenset()
+    needs_labels: ClassVar[bool] = True
 
     def begin(self) -> None:  # noqa: B027 - most metrics have nothing to do here
         """A micro-batch is about to run."""

@@ -21,6 +21,8 @@ __all__ = ['Accuracy', 'LossMetric', 'TrainMetric']
 class LossMetric(Metric):
     """`loss`: the mean over all that was counted, 0.0 if nothing was; `num_tokens`: how much that is."""
 
+    needs_labels = False
+
     def __init__(self) -> None:
         # Tensors are added up where they are, and read once: no synchronisation per micro-batch.
         self._sum: Tensor | float = 0.0
@@ -74,6 +76,8 @@ class TrainMetric(Metric):
     one, optimizer steps included; `elapsed` runs from the
     first micro-batch on.
     """
+
+    needs_labels = False
 
     def __init__(self) -> None:
         self._start: float | None = None

@@ -21,6 +21,7 @@ __all__ = ['CompletionRewardMetric', 'DPOMetric', 'EmbeddingMetric', 'GRPOMetric
 class _LossSums(Metric):
     """Adds up the sums of a loss, by name. A loss that has none of them leaves the metric empty."""
 
+    needs_labels = False
     names: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:

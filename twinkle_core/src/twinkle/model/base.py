@@ -18,7 +18,16 @@ from twinkle.errors import ConfigError, NotSupportedError, StateError
 from twinkle.loss.base import as_loss
 from twinkle.model import checkpointing, stepping
 from twinkle.model.adapters import AdapterTable
-from twinkle.model.evaluation import can_evaluate, loss_of, mean_of, needs_of, update_metrics, with_loss
+from twinkle.model.evaluation import (
+    can_evaluate,
+    chosen_outputs,
+    loss_of,
+    mean_of,
+    needs_of,
+    only,
+    update_metrics,
+    with_loss,
+)
 from twinkle.model.inputs import prepare_inputs
 from twinkle.model.merging import merge_outputs
 from twinkle.model.protocol import TwinkleModel
@@ -28,7 +37,7 @@ from twinkle.patch import apply_patch
 from twinkle.remote import remote_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -76,12 +85,19 @@ class BaseModel(TwinkleModel):
         """Put the adapter into the module, or raise and leave it as it was."""
 
     @abstractmethod
-    def _export_weights(self, folder: Path, adapter_name: str) -> None:
-        """Write weights into `folder` in the layout that other tools read."""
+    def _weights_writer(self, adapter_name: str, *, snapshot: bool) -> Callable[[Path], None]:
+        """What writes the weights into a folder, in the layout that other tools read.
+
+        With `snapshot` it is called in a thread while training goes on, and must write the weights as they are now.
+        """
 
     @abstractmethod
     def _import_weights(self, folder: Path, adapter_name: str) -> None:
         """Read weights from `folder`; missing or unexpected keys raise before anything is changed."""
+
+    def _merged_writer(self, adapter_name: str) -> Callable[[Path], None]:
+        """What writes the base model with the adapter merged into it, as both are now."""
+        raise NotSupportedError(f'{type(self).__name__} cannot merge adapters: save without merge_lora=True.')
 
     def _make_scaler(self) -> Any:
         """A gradient scaler for fp16 training, else None."""
@@ -133,11 +149,17 @@ class BaseModel(TwinkleModel):
         adapter_name: str | None = None,
         disable_lora: bool = False,
         return_logits: bool = True,
+        return_outputs: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> ModelOutput:
         self._refuse('forward_only')
         state = self._adapters.get(adapter_name)
         batch = prepare_inputs(state, inputs, self.device)
+        if return_outputs is not None:
+            needs = chosen_outputs(return_outputs)
+            return only(
+                self._run_module(batch, state.adapter_name, needs, training=False, disable_lora=disable_lora), needs
+            )
         evaluated = not disable_lora and can_evaluate(state, batch, kwargs)
         needs = needs_of(state, batch, is_training=False, return_logits=return_logits, with_loss=evaluated)
         outputs = self._run_module(batch, state.adapter_name, needs, training=False, disable_lora=disable_lora)
@@ -417,27 +439,32 @@ class BaseModel(TwinkleModel):
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
         keep_last: int | None = None,
+        async_save: bool = False,
+        merge_lora: bool = False,
     ) -> str:
-        """Write weights, and with `save_optimizer` all that an exact resume needs.
-
-        Args:
-            name: the checkpoint's folder within `output_dir`; `checkpoint-<step>` when left out.
-            consumed_train_samples: kept in `trainer_state.json`, for `DataLoader.resume_from_checkpoint`.
-            keep_last: how many checkpoints of `output_dir` to keep; older ones are deleted.
-
-        Raises:
-            NameNotAllowedError: the name would leave `output_dir`.
-            StateError: training state was asked for in the middle of an accumulation window.
-        """
         state = self._adapters.get(adapter_name)
+        if merge_lora and save_optimizer:
+            raise ConfigError(
+                'save(merge_lora=True) writes a complete model, which an adapter cannot resume from: leave save_optimizer out, and '
+                'save the training state in a checkpoint of its own.'
+            )
+        if merge_lora and not state.adapter_name:
+            raise ConfigError('save(merge_lora=True): there is no adapter to merge; save() writes the whole model.')
+
+        def writer(snapshot: bool) -> Callable[[Path], None]:
+            if merge_lora:
+                return self._merged_writer(state.adapter_name)
+            return self._weights_writer(state.adapter_name, snapshot=snapshot)
+
         return checkpointing.save(
             state,
-            self._export_weights,
+            writer,
             name,
             output_dir,
             save_optimizer=save_optimizer,
             consumed_train_samples=consumed_train_samples,
             keep_last=keep_last,
+            async_save=async_save,
         )
 
     @remote_function(dispatch='all')

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle import checkpoint as store
 from twinkle.errors import CheckpointError, StateError
+from twinkle.plugins import call_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,37 +26,58 @@ def find(checkpoint: str | Path) -> Path:
 
 def save(
     state: TrainState,
-    export_weights: Callable[[Path, str], None],
+    writer: Callable[[bool], Callable[[Path], None]],
     name: str | None,
     output_dir: str | Path,
     *,
     save_optimizer: bool,
     consumed_train_samples: int,
     keep_last: int | None,
+    async_save: bool,
 ) -> str:
-    """Write one checkpoint; whatever goes wrong, an older one stays as it was."""
+    """Write one checkpoint; whatever goes wrong, an older one stays as it was.
+
+    Args:
+        writer: given whether a snapshot is needed, gives what writes the weights into a folder.
+    """
     if save_optimizer and state.window.is_partial:
         raise StateError(
             f'Training state cannot be saved in the middle of an accumulation window ({state.window.micro_batches} of '
             f'{state.window.length} micro-batches done): gradients are not part of a checkpoint. Save after '
             'clip_grad_and_step() at a boundary, close the window with clip_grad_and_step(flush=True), or save weights only.'
         )
-    name = f'checkpoint-{state.step}' if name is None else name
-    with store.commit_checkpoint(Path(output_dir), name, keep_last=keep_last) as folder:
-        export_weights(folder, state.adapter_name)
-        store.write_trainer_state(
-            folder,
-            store.TrainerState(
-                cur_step=state.step,
-                consumed_train_samples=consumed_train_samples,
-                gradient_accumulation_steps=state.window.length,
-                adapter_name=state.adapter_name,
-            ),
-        )
-        if save_optimizer:
-            store.save_state(folder, _OPTIMIZER, _training_state(state))
-            store.save_state(folder, _RNG, store.rng_state())
-    return str(store.checkpoint_path(Path(output_dir), name))
+    step = state.step
+    name = f'checkpoint-{step}' if name is None else name
+    path = store.check_target(output_dir, name, keep_last)
+    if async_save:
+        store.wait_for_saves(output_dir)  # before the snapshot: two of them would be held at once
+    trainer = store.TrainerState(
+        cur_step=step,
+        consumed_train_samples=consumed_train_samples,
+        gradient_accumulation_steps=state.window.length,
+        adapter_name=state.adapter_name,
+    )
+    kept: dict[str, Any] = {_OPTIMIZER: _training_state(state), _RNG: store.rng_state()} if save_optimizer else {}
+    if async_save:
+        kept = {stem: store.snapshot_state(part) for stem, part in kept.items()}
+    write_weights = writer(async_save)
+
+    def write(folder: Path) -> None:
+        write_weights(folder)
+        store.write_trainer_state(folder, trainer)
+        for stem, part in kept.items():
+            part.save(folder, stem) if async_save else store.save_state(folder, stem, part)
+
+    def tell(path: Path) -> None:
+        call_hook('checkpoint_saved', path=str(path), step=step)
+
+    if async_save:
+        store.save_async(write, output_dir, name, keep_last=keep_last, then=tell)
+    else:
+        with store.commit_checkpoint(output_dir, name, keep_last=keep_last) as folder:
+            write(folder)
+        tell(path)
+    return str(path)
 
 
 def resume(

@@ -48,7 +48,11 @@ class TwinkleModel(ABC):
     def forward_only(
         self, inputs: Inputs, *, adapter_name: str | None = None, disable_lora: bool = False, **kwargs: Any
     ) -> ModelOutput:
-        """Run the module in evaluation mode without gradients. `disable_lora=True` runs the base model alone."""
+        """Run the module in evaluation mode without gradients. `disable_lora=True` runs the base model alone.
+
+        Where the batch has what the loss needs, the loss and the metrics are computed too. `return_outputs=('logps', 'embeddings')`,
+        say, gives exactly these keys of `ModelOutput` instead, without a loss.
+        """
 
     @abstractmethod
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
@@ -194,8 +198,25 @@ class TwinkleModel(ABC):
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
         keep_last: int | None = None,
+        async_save: bool = False,
+        merge_lora: bool = False,
     ) -> str:
-        """Write weights (and with `save_optimizer=True` all training state) to `output_dir/name`; returns that folder."""
+        """Write weights to `output_dir/name`, in the layout that Transformers and PEFT read; returns that folder.
+
+        Args:
+            name: the checkpoint's folder within `output_dir`; `checkpoint-<step>` when left out.
+            save_optimizer: also all that an exact resume needs.
+            consumed_train_samples: kept in `trainer_state.json`, for `DataLoader.resume_from_checkpoint`.
+            keep_last: how many checkpoints of `output_dir` to keep; older ones are deleted.
+            async_save: write a snapshot in a thread while training goes on. The next save into `output_dir`, the end of
+                `twinkle.initialize(...)` and `twinkle.checkpoint.wait_for_saves()` wait for it, and raise what went wrong.
+            merge_lora: write the whole model with the adapter merged into it, instead of the adapter.
+
+        Raises:
+            NameNotAllowedError: the name would leave `output_dir`.
+            StateError: training state was asked for in the middle of an accumulation window.
+            ConfigError: options that exclude each other.
+        """
 
     @abstractmethod
     def load(self, checkpoint: str | Path, *, adapter_name: str | None = None) -> None:

@@ -90,8 +90,20 @@ class Runtime:
         call_hook('metrics_logged', metrics=numbers, step=step)
 
     def shutdown(self) -> None:
-        """End the run: trackers are finished, workers and the process group that `initialize` started are let go. Once is enough."""
-        self._end(None, None, None)
+        """End the run: checkpoints are written out, trackers finished, workers and the process group that `initialize` started let go.
+
+        Once is enough.
+
+        Raises:
+            CheckpointError: a checkpoint that was being written in the background could not be.
+        """
+        try:
+            if 'twinkle.checkpoint' in sys.modules:
+                from twinkle.checkpoint import wait_for_saves
+
+                wait_for_saves()
+        finally:
+            self._end(None, None, None)
 
     def __enter__(self) -> Runtime:
         return self
@@ -100,7 +112,7 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None or _is_planned(error):
-            self._end(None, None, None)
+            self.shutdown()
             return
         from twinkle.plugins import call_hook
 

@@ -21,7 +21,7 @@ from twinkle.remote import remote_class
 from twinkle.runtime import default_device_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
     from torch.nn import Parameter
@@ -163,8 +163,9 @@ class ToyModel(BaseModel):
         part = self._part(self._adapters.get(adapter_name).adapter_name)
         return {name: value.detach().to('cpu', copy=True) for name, value in part.state_dict().items()}
 
-    def _export_weights(self, folder: Path, adapter_name: str) -> None:
-        save_file(self.get_state_dict(adapter_name=adapter_name), str(folder / _WEIGHTS))
+    def _weights_writer(self, adapter_name: str, *, snapshot: bool) -> Callable[[Path], None]:
+        weights = self.get_state_dict(adapter_name=adapter_name)
+        return lambda folder: save_file(weights, str(folder / _WEIGHTS))
 
     def _import_weights(self, folder: Path, adapter_name: str) -> None:
         _put(self._part(adapter_name), _read(folder), folder)
