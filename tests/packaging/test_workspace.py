@@ -260,7 +260,7 @@ def test_constraints_pin_what_is_asked_for():
             assert need.specifier.contains(pinned), (
                 f'constraints.txt has {need.name} {pinned}, {package.name} wants {need}'
             )
-    tools = {*noxfile_list('TEST_TOOLS'), *noxfile_list('LINT_TOOLS')}
+    tools = {Requirement(tool).name for tool in [*noxfile_list('TEST_TOOLS'), *noxfile_list('LINT_TOOLS')]}
     assert tools <= set(version)
 
 

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from twinkle.device_mesh import DeviceMesh
-from twinkle.errors import CheckpointError, NotSupportedError, StateError
+from twinkle.errors import CheckpointError, ConfigError, NotSupportedError, StateError
 from twinkle.launcher import local_rank, world_size
 from twinkle.model.base import BaseModel
 from twinkle.remote import remote_class
 from twinkle.runtime import default_device_mesh
+from twinkle_hf.fp8 import check_fp8_shape, convert_to_fp8
 from twinkle_hf.head import OutputHead
 from twinkle_hf.loading import copy_tokenizer_files, load_module
 from twinkle_hf.options import check_options
@@ -57,6 +58,8 @@ class TransformersModel(BaseModel):
         strategy: how several processes share the work, `'accelerate'` or `'native_fsdp'`.
         ddp_config, fsdp_config, memory_efficient_init: for several processes.
         grad_scaler_config: keywords of `torch.amp.GradScaler`.
+        fp8_config: keywords of `accelerate.utils.TERecipeKwargs`, for `mixed_precision='fp8'`, which trains by Accelerate's Transformer
+            Engine recipe and needs a GPU that has fp8.
         gradient_checkpointing: recompute activations in backward, to save memory.
         pooling: how an embedding is made of the hidden states of a sample: their `'mean'`, the first (`'cls'`), or the `'last'`. By
             default what the model's folder says (Sentence Transformers models do), else `'last'` for causal models, `'mean'` for others.
@@ -82,6 +85,7 @@ class TransformersModel(BaseModel):
         ddp_config: Mapping[str, Any] | None = None,
         fsdp_config: Mapping[str, Any] | None = None,
         grad_scaler_config: Mapping[str, Any] | None = None,
+        fp8_config: Mapping[str, Any] | None = None,
         memory_efficient_init: bool = False,
         gradient_checkpointing: bool = False,
         pooling: Literal['mean', 'cls', 'last'] | None = None,
@@ -98,6 +102,10 @@ class TransformersModel(BaseModel):
         self.model_id = None if model_id is None else str(model_id)
         module, self._folder = load_module(model_cls, model_id, config, self.precision.parameter_dtype, kwargs)
         torch.nn.Module.to(module, device=self.device)
+        if self.precision.name == 'fp8':
+            convert_to_fp8(module, fp8_config or {})
+        elif fp8_config:
+            raise ConfigError(f"fp8_config is for mixed_precision='fp8'; it is {self.precision.name!r} here.")
         if gradient_checkpointing:
             enable_gradient_checkpointing(module)
         self.pooling = Pooling.choose(pooling, self._folder, module)
@@ -148,6 +156,8 @@ class TransformersModel(BaseModel):
         if packed:
             # Transformers keeps packed samples apart by their positions, but only where no mask says that all may see all.
             keywords.pop('attention_mask', None)
+        if self.precision.name == 'fp8':
+            check_fp8_shape(keywords.get('input_ids'), base)
         if 'use_cache' in self._accepted:
             keywords['use_cache'] = False
         pooled = 'embeddings' in needs

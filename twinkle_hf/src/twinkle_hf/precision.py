@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle.errors import ConfigError, NotSupportedError
+from twinkle.errors import ConfigError
 from twinkle.logging import get_logger
+from twinkle_hf.fp8 import check_fp8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +20,8 @@ __all__ = ['Precision', 'has_bf16']
 
 logger = get_logger('twinkle_hf')
 
-_AUTOCAST = {'no': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+# What is not computed in fp8 under fp8 is in bf16, as Accelerate does it.
+_AUTOCAST = {'no': None, 'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp8': torch.bfloat16}
 
 
 def has_bf16(device_type: str) -> bool:
@@ -34,10 +36,10 @@ def has_bf16(device_type: str) -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """One precision on one device type. Parameters stay in fp32 under `bf16` and `fp16` unless a dtype was asked for.
+    """One precision on one device type. Parameters stay in fp32 under `bf16`, `fp16` and `fp8` unless a dtype was asked for.
 
     Attributes:
-        name: `no` (fp32), `bf16` or `fp16`.
+        name: `no` (fp32), `bf16`, `fp16` or `fp8`.
         device_type: `cpu`, `cuda`, ...
         parameter_dtype: what the weights are loaded as.
         scaler_options: keywords of `torch.amp.GradScaler`, fp16 only.
@@ -70,7 +72,7 @@ class Precision:
                     device_type,
                 )
         if mixed_precision == 'fp8':
-            _check_fp8(device_type)
+            check_fp8(device_type)
         if mixed_precision not in _AUTOCAST:
             raise ConfigError(f"mixed_precision={mixed_precision!r} must be one of 'no', 'bf16', 'fp16', 'fp8'.")
         parameter_dtype = _dtype(dtype)
@@ -118,23 +120,3 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={dtype!r} is no torch dtype; use torch.bfloat16 or 'bfloat16', say.")
     return found
-
-
-def _check_fp8(device_type: str) -> None:
-    """Say what is missing for fp8: a GPU that has it, and Transformer Engine; the recipe itself is not offered yet."""
-    from importlib.util import find_spec
-
-    if device_type != 'cuda' or not torch.cuda.is_available():
-        raise NotSupportedError(
-            f"mixed_precision='fp8' needs an NVIDIA GPU of compute capability 8.9 or later; this is {device_type!r}."
-        )
-    if torch.cuda.get_device_capability() < (8, 9):
-        raise NotSupportedError(
-            f"mixed_precision='fp8' needs compute capability 8.9 or later; {torch.cuda.get_device_name()} has "
-            f'{".".join(map(str, torch.cuda.get_device_capability()))}.'
-        )
-    if find_spec('transformer_engine') is None:
-        raise NotSupportedError(
-            "mixed_precision='fp8' needs Transformer Engine: pip install transformer-engine[pytorch]"
-        )
-    raise NotSupportedError("mixed_precision='fp8' is not offered by this version; use 'bf16'.")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from twinkle import registry
 from twinkle.errors import ConfigError, NotSupportedError, StateError
 from twinkle.loss.base import as_loss
 from twinkle.model import checkpointing, stepping
@@ -30,7 +29,7 @@ from twinkle.model.evaluation import (
 )
 from twinkle.model.inputs import prepare_inputs
 from twinkle.model.merging import merge_outputs
-from twinkle.model.protocol import TwinkleModel
+from twinkle.model.setup import SetupMethods
 from twinkle.model.state import PendingForward, TrainState
 from twinkle.model.summary import summarise
 from twinkle.patch import apply_patch
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ['BaseModel']
 
 
-class BaseModel(TwinkleModel):
+class BaseModel(SetupMethods):
     """The shared half of a backend. See `TwinkleModel` for what each public method promises."""
 
     cannot: ClassVar[Mapping[str, str]] = {}
@@ -307,9 +306,6 @@ class BaseModel(TwinkleModel):
         state.eval_metrics['loss'] = self._build('metrics', 'loss')
         return state
 
-    def _build(self, kind: str, spec: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(registry, kind).build(spec, *args, backend=self.backend, **kwargs)
-
     @remote_function(dispatch='all', collect='first')
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int | None = None, **kwargs: Any
@@ -320,76 +316,6 @@ class BaseModel(TwinkleModel):
         self._create_adapter(adapter_name, config_or_dir, **kwargs)
         self._adapters.add(adapter_name).window.govern(gradient_accumulation_steps)
         return adapter_name
-
-    @remote_function(dispatch='all')
-    def set_loss(self, loss: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        state = self._adapters.get(adapter_name)
-        state.loss = as_loss(self._build('losses', loss, **kwargs))
-
-    @remote_function(dispatch='all')
-    def set_optimizer(self, optimizer: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        state = self._adapters.get(adapter_name)
-        part = registry.optimizers.resolve(optimizer, backend=self.backend)
-        if isinstance(part, type) or not hasattr(part, 'param_groups'):
-            named = list(self._named_trainable(state.adapter_name))
-            if not named:
-                raise StateError(
-                    f'{state.adapter_name or "The base model"!r} has no trainable parameters to optimise (all are frozen).'
-                )
-            takes_names = getattr(part, 'takes_named_parameters', False)
-            part = part(named if takes_names else [parameter for _, parameter in named], **kwargs)
-        elif kwargs:
-            raise ConfigError(
-                f'set_optimizer: an optimizer that is built already takes no keywords, got {sorted(kwargs)}.'
-            )
-        state.optimizer, state.lr_scheduler = part, None
-
-    @remote_function(dispatch='all')
-    def set_lr_scheduler(
-        self, lr_scheduler: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any
-    ) -> None:
-        state = self._adapters.get(adapter_name)
-        if state.optimizer is None:
-            raise StateError(
-                "set_lr_scheduler() comes after set_optimizer(): a schedule moves an optimizer's learning rate."
-            )
-        part = registry.lr_schedulers.resolve(lr_scheduler, backend=self.backend)
-        if isinstance(part, type) or not hasattr(part, 'get_last_lr'):
-            part = part(state.optimizer, **kwargs)
-        elif kwargs:
-            raise ConfigError(
-                f'set_lr_scheduler: a schedule that is built already takes no keywords, got {sorted(kwargs)}.'
-            )
-        elif part.optimizer is not state.optimizer:
-            raise ConfigError('set_lr_scheduler: this schedule moves another optimizer than the one set on the model.')
-        state.lr_scheduler = part
-
-    @remote_function(dispatch='all')
-    def set_template(self, template: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        state = self._adapters.get(adapter_name)
-        state.template = self._build('templates', template, **kwargs)
-        if not state.own_processor:
-            # Padding is masked, but a model may look at ids: pad with the token that the tokenizer pads with.
-            pad = state.template.pad_token_id
-            state.processor = self._build('input_processors', 'default', pad_token_id=pad)
-
-    @remote_function(dispatch='all')
-    def set_processor(self, processor: Any = 'default', *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        state = self._adapters.get(adapter_name)
-        state.processor = self._build('input_processors', processor, **kwargs)
-        state.own_processor = True
-
-    @remote_function(dispatch='all')
-    def add_metric(
-        self, metric: Any, *, is_training: bool | None = None, adapter_name: str | None = None, **kwargs: Any
-    ) -> None:
-        state = self._adapters.get(adapter_name)
-        first = self._build('metrics', metric, **kwargs)
-        key = registry.metrics.name_of(metric) if isinstance(metric, str) else type(first).__name__
-        if is_training is not False:
-            state.train_metrics[key] = first
-        if is_training is not True:
-            state.eval_metrics[key] = copy.deepcopy(first) if is_training is None else first
 
     @remote_function(dispatch='all', collect='first')
     def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> dict[str, float]:

@@ -29,21 +29,18 @@ def load_tokenizer(model_id: str, *, revision: str | None = None, trust_remote_c
     Raises:
         MissingPackageError: transformers is not installed.
         SourceError: nothing is found there, or it holds no tokenizer.
+        ConfigError: a revision of a local folder.
         UntrustedCodeError: the tokenizer needs code of its own, and `trust_remote_code` is off.
     """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingPackageError("Templates need transformers: pip install 'twinkle-core[text]'") from error
-    if Path(model_id).is_dir():
-        path: str = model_id
-    else:
-        from twinkle.hub import resolve_model
+    from twinkle.hub import resolve_model
 
-        path = str(resolve_model(model_id, revision=revision))
-    kept = {} if Path(path).is_dir() or revision is None else {'revision': revision}
+    path = resolve_model(model_id, revision=revision)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kept)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         # transformers has no error of its own for this; its message names the argument.
         if 'trust_remote_code' in str(error) and not trust_remote_code:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import random
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinkle import launcher
 from twinkle.errors import ConfigError
 from twinkle.testing.tiny_llama import write_lora, write_tiny_llama
 
@@ -47,8 +47,8 @@ class Subject:
         self.target = _load(spec)
         self.folder = folder
         self._count = 0
-        self.rank = int(os.environ.get('RANK', '0'))
-        self.ranks = int(os.environ.get('WORLD_SIZE', '1'))
+        self.rank = launcher.rank()
+        self.ranks = launcher.world_size()
 
     @cached_property
     def cannot(self) -> Mapping[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from twinkle import launcher
 from twinkle.errors import ConfigError
 from twinkle.testing.subject import Subject
 
@@ -28,7 +28,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         )
     except ConfigError as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
-    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+    if launcher.world_size() > 1:
         from twinkle.runtime import get_runtime, initialize
 
         if get_runtime() is None:
