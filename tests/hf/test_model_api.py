@@ -73,11 +73,15 @@ def test_config_alone_gives_random_weights_and_stays_as_it_is():
             MeshError,
             'twinkle-megatron',
         ),
+        ({'device_mesh': DeviceMesh.from_sizes(dp_size=2, device_type='cpu')}, MeshError, 'torchrun'),
+        ({'device_mesh': DeviceMesh.from_sizes(cp_size=2, device_type='cpu')}, MeshError, 'ulysses_size'),
         (
-            {'device_mesh': DeviceMesh.from_sizes(world_size=2, dp_size=2, device_type='cpu')},
-            NotSupportedError,
-            'one process',
+            {'device_mesh': DeviceMesh.from_sizes(world_size=1, sequence_parallel=True, device_type='cpu')},
+            MeshError,
+            'ulysses_size or tp_size',
         ),
+        ({'ddp_config': {}}, NotSupportedError, 'ddp_config'),
+        ({'memory_efficient_init': True}, NotSupportedError, 'memory_efficient_init'),
     ],
     ids=lambda value: str(value)[:40],
 )

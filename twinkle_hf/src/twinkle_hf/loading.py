@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,13 @@ def load_module(
     config: PretrainedConfig | None,
     dtype: torch.dtype,
     kwargs: Mapping[str, Any],
+    *,
+    on_meta: bool = False,
 ) -> tuple[PreTrainedModel, Path | None]:
     """Load a module from `model_id`, or build one with random weights from `config` alone.
+
+    Args:
+        on_meta: build it without weights and without memory for them.
 
     Returns:
         The module in `dtype`, and the local folder that it came from.
@@ -90,8 +96,8 @@ def load_module(
             )
         config = copy.deepcopy(config)
         model_cls = resolve_class(model_cls, config)
-        build = model_cls.from_config if _is_auto(model_cls) else model_cls._from_config
-        return build(config, dtype=dtype, **options), None
+        with torch.device('meta') if on_meta else contextlib.nullcontext():
+            return _build(model_cls, config, dtype, options), None
     folder = Path(hub.resolve_model(str(model_id), revision=options.pop('revision', None)))
     if not (folder / 'config.json').is_file():
         raise SourceError(
@@ -105,6 +111,10 @@ def load_module(
         config = copy.deepcopy(config)
     for key in [key for key in options if key not in _NOT_OF_CONFIG and hasattr(config, key)]:
         setattr(config, key, options.pop(key))  # num_labels, say: from_pretrained takes no such key beside a config
+    if on_meta:
+        kept = {key: value for key, value in options.items() if key in ('attn_implementation', 'trust_remote_code')}
+        with torch.device('meta'):
+            return _build(resolve_class(model_cls, config), config, dtype, kept), folder
     options.setdefault('use_safetensors', True)  # never a pickled checkpoint
     try:
         module = resolve_class(model_cls, config).from_pretrained(folder, config=config, dtype=dtype, **options)
@@ -118,6 +128,11 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and not (target / name).exists():
             (target / name).write_bytes((source / name).read_bytes())
+
+
+def _build(model_cls: Any, config: PretrainedConfig, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+    build = model_cls.from_config if _is_auto(model_cls) else model_cls._from_config
+    return build(config, dtype=dtype, **options)
 
 
 def _is_auto(model_cls: Any) -> bool:

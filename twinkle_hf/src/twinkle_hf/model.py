@@ -7,26 +7,29 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from safetensors.torch import load_file
 
 from twinkle.device_mesh import DeviceMesh
-from twinkle.errors import CheckpointError, ConfigError, NotSupportedError, StateError
-from twinkle.launcher import local_rank, world_size
+from twinkle.errors import ConfigError, NotSupportedError, StateError
+from twinkle.launcher import local_rank, rank, world_size
 from twinkle.model.base import BaseModel
 from twinkle.remote import remote_class
 from twinkle.runtime import default_device_mesh
 from twinkle_hf.fp8 import check_fp8_shape, convert_to_fp8
 from twinkle_hf.head import OutputHead
 from twinkle_hf.loading import copy_tokenizer_files, load_module
-from twinkle_hf.options import check_options
+from twinkle_hf.options import check_mesh
 from twinkle_hf.packed import check_attention, check_can_pack, flatten_rows, is_packed, takes_one_row, unflatten_rows
+from twinkle_hf.parallel import build_layout
+from twinkle_hf.parallel.gradients import full_tensor
+from twinkle_hf.parallel.weights import gather_weights, twin_of
 from twinkle_hf.patch import enable_gradient_checkpointing
 from twinkle_hf.peft_adapters import PeftAdapters, cpu_copy
 from twinkle_hf.pooling import Pooling
 from twinkle_hf.precision import Precision
+from twinkle_hf.weights_in import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -55,8 +58,13 @@ class TransformersModel(BaseModel):
         mixed_precision: `'no'` is fp32, `'bf16'` and `'fp16'` are autocast over fp32 weights (fp16 with a loss scaler); pass
             `dtype=torch.bfloat16` beside `'bf16'` for weights, adapters included, in bf16. By default `'bf16'` where the processor
             has it, else `'no'`.
-        strategy: how several processes share the work, `'accelerate'` or `'native_fsdp'`.
-        ddp_config, fsdp_config, memory_efficient_init: for several processes.
+        strategy: who spreads the model over several processes: `'accelerate'` (its DistributedDataParallel and FSDP2), or
+            `'native_fsdp'` (PyTorch's FSDP2, and Transformers' own tensor and expert parallelism).
+        ddp_config: with `'accelerate'`, for full-parameter training on a mesh of `dp_size`: keys of its
+            `DistributedDataParallelKwargs`.
+        fsdp_config: for a mesh with `fsdp_size`: with `'native_fsdp'` the attributes of
+            `twinkle_hf.parallel.sharded.ShardOptions`, with `'accelerate'` those of its `FullyShardedDataParallelPlugin`.
+        memory_efficient_init: with `fsdp_size`, only rank 0 loads the weights, and the others are given their shards.
         grad_scaler_config: keywords of `torch.amp.GradScaler`.
         fp8_config: keywords of `accelerate.utils.TERecipeKwargs`, for `mixed_precision='fp8'`, which trains by Accelerate's Transformer
             Engine recipe and needs a GPU that has fp8.
@@ -93,21 +101,38 @@ class TransformersModel(BaseModel):
         **kwargs: Any,
     ) -> None:
         self.device_mesh = device_mesh if device_mesh is not None else default_device_mesh()
-        check_options(self.device_mesh, strategy, ddp_config, fsdp_config, memory_efficient_init)
+        check_mesh(self.device_mesh, strategy)
         self.device_mesh.check_world(world_size())
         dtype = kwargs.pop('dtype', kwargs.pop('torch_dtype', None))
         self.precision = Precision.choose(mixed_precision, self.device_mesh.device_type, dtype, grad_scaler_config)
         self.strategy = strategy
         self.remote_group = remote_group
         self.model_id = None if model_id is None else str(model_id)
-        module, self._folder = load_module(model_cls, model_id, config, self.precision.parameter_dtype, kwargs)
-        torch.nn.Module.to(module, device=self.device)
-        if self.precision.name == 'fp8':
-            convert_to_fp8(module, fp8_config or {})
-        elif fp8_config:
+        if fp8_config and self.precision.name != 'fp8':
             raise ConfigError(f"fp8_config is for mixed_precision='fp8'; it is {self.precision.name!r} here.")
-        if gradient_checkpointing:
-            enable_gradient_checkpointing(module)
+        self._layout = build_layout(
+            self.device_mesh,
+            self.device,
+            strategy=strategy,
+            ddp_config=ddp_config,
+            fsdp_config=fsdp_config,
+            memory_efficient_init=memory_efficient_init,
+        )
+
+        def load(*, on_meta: bool = False, **also: Any) -> tuple[Any, Path | None]:
+            options = {**kwargs, **also}
+            dtype = self.precision.parameter_dtype
+            found = load_module(model_cls, model_id, config, dtype, options, on_meta=on_meta)
+            self._module_class: type = type(found[0])  # FSDP2 puts a class of its own in its place
+            return found
+
+        def prepare(module: Any) -> None:
+            if self.precision.name == 'fp8':
+                convert_to_fp8(module, fp8_config or {})
+            if gradient_checkpointing:
+                enable_gradient_checkpointing(module)
+
+        module, self._folder = self._layout.load(load, prepare)
         self.pooling = Pooling.choose(pooling, self._folder, module)
         self.adapters = PeftAdapters(module)
         self._head = OutputHead(module)
@@ -136,6 +161,8 @@ class TransformersModel(BaseModel):
                 check_attention(self.adapters.base, self.device.type)
                 if not module.training:
                     module.train()
+                self._begin_micro_batch(adapter_name)
+                module = self._layout.callable(module, training=True, has_adapter=bool(adapter_name))
             else:
                 stack.enter_context(_evaluating(module))
                 stack.enter_context(torch.no_grad())
@@ -143,6 +170,19 @@ class TransformersModel(BaseModel):
                     stack.enter_context(self.adapters.disabled())
             stack.enter_context(self.precision.autocast())
             return self._forward(module, batch, needs)
+
+    def _begin_micro_batch(self, adapter_name: str) -> None:
+        window = self._adapters.get(adapter_name).window
+        self._layout.begin(
+            self.adapters.base,
+            last=window.micro_batches + 1 >= window.length,
+            has_adapter=bool(adapter_name),
+            apart=self._has_aux_loss(),
+        )
+
+    def _has_aux_loss(self) -> bool:
+        text: Any = self.adapters.base.config.get_text_config()
+        return bool(getattr(text, 'output_router_logits', False))
 
     def _forward(self, module: nn.Module, batch: Mapping[str, Any], needs: frozenset[str]) -> ModelOutput:
         """The module's forward on a batch, padded or packed."""
@@ -181,6 +221,20 @@ class TransformersModel(BaseModel):
     def _create_adapter(self, adapter_name: str, config_or_dir: Any, **kwargs: Any) -> None:
         self._no_unknown('add_adapter_to_model', kwargs)
         self.adapters.add(adapter_name, config_or_dir)
+        own = [parameter for _, parameter in self.adapters.named_trainable(adapter_name)]
+        self._layout.adapter_added(self.adapters.module, own, adapter_name)
+
+    # -- over ranks ------------------------------------------------------------------------------------------------------------
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        return self._layout.sum_over_data(value)
+
+    def reduce_gradients(self, adapter_name: str) -> float:
+        parameters = self.trainable_parameters(adapter_name)
+        return self._layout.reduce(self.adapters.base, parameters, has_adapter=bool(adapter_name))
+
+    def clip_gradients(self, parameters: Sequence[Parameter], max_norm: float, norm_type: float) -> float:
+        return self._layout.clip(parameters, max_norm, norm_type)
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         return self.precision.make_scaler()
@@ -208,14 +262,27 @@ class TransformersModel(BaseModel):
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
         name = self._adapters.get(adapter_name).adapter_name
         weights = self.adapters.state_dict(name) if name else self.adapters.base.state_dict()
-        return {key: value.detach().to('cpu', copy=True) for key, value in weights.items()}
+        return {key: full_tensor(value.detach()).to('cpu', copy=True) for key, value in weights.items()}
 
     def _weights_writer(self, adapter_name: str, *, snapshot: bool) -> Callable[[Path], None]:
         if adapter_name:
             write = self.adapters.writer(adapter_name, self.model_id, snapshot=snapshot)
+        elif self._layout.sharded:
+            write = self._whole_model().save_pretrained
         else:
             write = (cpu_copy(self.adapters.base) if snapshot else self.adapters.base).save_pretrained
         return self._with_tokenizer(write, adapter_name)
+
+    def _whole_model(self) -> Any:
+        """A plain module on the CPU with all weights, on rank 0; one without memory elsewhere. Every rank takes part."""
+        base = self.adapters.base
+        keys = self.adapters.base_keys()
+        state = gather_weights(
+            {keys[key]: value for key, value in base.state_dict(keep_vars=True).items() if key in keys}
+        )
+        twin = twin_of(self._module_class, base.config, state if rank() == 0 else None)
+        twin.generation_config = getattr(base, 'generation_config', None)
+        return twin
 
     def _merged_writer(self, adapter_name: str) -> Callable[[Path], None]:
         return self._with_tokenizer(self.adapters.merged(adapter_name).save_pretrained, adapter_name)
@@ -236,11 +303,7 @@ class TransformersModel(BaseModel):
         if adapter_name:
             self.adapters.load(adapter_name, folder)
             return
-        weights = _read_safetensors(folder)
-        module = self.adapters.base
-        _check_keys(module, weights, folder)
-        module.load_state_dict(weights, strict=False)
-        module.tie_weights()
+        load_weights(self.adapters.base, self._module_class, folder)
 
     def _replace_module(self, module: nn.Module) -> None:
         if self.adapters.peft is not None:
@@ -273,34 +336,3 @@ def _forward_keywords(module: nn.Module) -> frozenset[str]:
     """The batch's keys that the module's forward names, also where a subclass hides them behind `**kwargs`."""
     forwards = [cls.__dict__['forward'] for cls in type(module).__mro__ if 'forward' in cls.__dict__]
     return frozenset(name for forward in forwards for name in inspect.signature(forward).parameters) - _NOT_FOR_MODULE
-
-
-def _read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """All weights of a model folder, sharded or not."""
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise CheckpointError(
-            f'{folder} holds no model.safetensors (nor shards of one). Pickled weights are never loaded.'
-        )
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        weights.update(load_file(str(file), device='cpu'))
-    return weights
-
-
-def _check_keys(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Every parameter has its weights (or is tied to one that has), and every weight its parameter."""
-    here = module.state_dict()
-    by_storage: dict[int, set[str]] = {}
-    for key, value in here.items():
-        by_storage.setdefault(value.data_ptr(), set()).add(key)
-    missing = [
-        key for key, value in here.items() if key not in weights and not by_storage[value.data_ptr()] & weights.keys()
-    ]
-    unexpected = [key for key in weights if key not in here]
-    wrong = [key for key, value in weights.items() if key in here and here[key].shape != value.shape]
-    if missing or unexpected or wrong:
-        raise CheckpointError(
-            f'{folder} does not fit {type(module).__name__}: missing {missing[:3] or "none"}, unexpected {unexpected[:3] or "none"}, '
-            f'other shapes {wrong[:3] or "none"} (the first three of each).'
-        )

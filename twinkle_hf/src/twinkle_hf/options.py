@@ -1,57 +1,54 @@
-"""Options of `TransformersModel` that are part of its interface and not offered yet: said here, in one place."""
+"""What of a mesh `TransformersModel` takes: said here, in one place."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from twinkle.errors import ConfigError, MeshError, NotSupportedError
+from twinkle.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from twinkle import DeviceMesh
 
-__all__ = ['STRATEGIES', 'check_options']
+__all__ = ['STRATEGIES', 'check_mesh']
 
 STRATEGIES = ('accelerate', 'native_fsdp')
 
 _OTHER_BACKEND = {'pp_size': 'pipeline', 'vpp_size': 'virtual pipeline', 'etp_size': 'expert tensor'}
 
 
-def check_options(
-    mesh: DeviceMesh,
-    strategy: str,
-    ddp_config: Mapping[str, Any] | None,
-    fsdp_config: Mapping[str, Any] | None,
-    memory_efficient_init: bool,
-) -> None:
+def check_mesh(mesh: DeviceMesh, strategy: str) -> None:
     """Refuse what cannot be done, before anything is loaded.
 
     Raises:
         ConfigError: an unknown strategy.
         MeshError: a mesh that this backend does not take.
-        NotSupportedError: an option that this version does not carry out.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f'strategy={strategy!r} must be one of {", ".join(map(repr, STRATEGIES))}.')
     for size, what in _OTHER_BACKEND.items():
-        if (getattr(mesh, size) or 1) > 1:
+        if getattr(mesh, size) > 1:
             raise MeshError(
                 f'{size}={getattr(mesh, size)}: TransformersModel has no {what} parallelism. '
                 'MegatronModel has: pip install twinkle-megatron'
             )
-    if mesh.world_size > 1:
-        raise NotSupportedError(
-            f'TransformersModel trains in one process in this version; the mesh has {mesh.world_size} ({mesh}). Run the script '
-            'without torchrun, on a mesh of one.'
+    if mesh.cp_size > 1:
+        raise MeshError(
+            f'cp_size={mesh.cp_size}: TransformersModel has no ring attention, since Transformers hands attention to kernels of many '
+            'kinds, which do not return what a ring needs. Use ulysses_size, which splits sequences for any of them, or MegatronModel.'
         )
-    later = {
-        'ddp_config': ddp_config is not None,
-        'fsdp_config': fsdp_config is not None,
-        'memory_efficient_init': memory_efficient_init,
-    }
-    given = [name for name, is_given in later.items() if is_given]
-    if given:
-        raise NotSupportedError(
-            f'{", ".join(given)}: only of use with several processes, which this version does not train with.'
+    if mesh.sequence_parallel and mesh.ulysses_size == 1 and mesh.tp_size == 1:
+        raise MeshError('sequence_parallel=True splits activations among ranks: set ulysses_size or tp_size above 1.')
+    if mesh.sequence_parallel and mesh.tp_size > 1:
+        raise MeshError(
+            f'sequence_parallel=True with tp_size={mesh.tp_size}: Transformers keeps activations whole between tensor-parallel layers. '
+            'Use ulysses_size to split sequences, or MegatronModel.'
+        )
+    if mesh.ulysses_size > 1 and mesh.tp_size > 1:
+        raise MeshError(
+            f'ulysses_size={mesh.ulysses_size} and tp_size={mesh.tp_size} both split attention heads, and TransformersModel takes one of '
+            'them at a time. MegatronModel takes cp_size with tp_size.'
+        )
+    if strategy == 'accelerate' and (mesh.tp_size > 1 or mesh.ep_size > 1):
+        raise MeshError(
+            f"tp_size={mesh.tp_size}, ep_size={mesh.ep_size} need strategy='native_fsdp': Accelerate has data parallelism only here."
         )

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from twinkle.errors import AdapterError, CheckpointError, ConfigError, NotSupportedError
+from twinkle_hf.parallel.adapters import check_can_shard, whole_shapes
+from twinkle_hf.parallel.layout import sharded_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,17 +68,14 @@ class PeftAdapters:
                 f'{_type_name(self.peft.peft_type)} adapters: PEFT does not mix types on one model.'
             )
         config.inference_mode = False
+        if sharded_names(self.base):
+            check_can_shard(config)
         frozen = {id(p) for p in self.base.parameters() if not p.requires_grad}
         first = self.peft is None
         try:
-            # Adapters take the dtype of the layers they sit on: PEFT's own cast to fp32 would change it in silence.
-            if self.peft is None:
-                peft = get_peft_model(self.base, config, adapter_name=name, autocast_adapter_dtype=False)
-                assert isinstance(peft, PeftModel)
-                self.peft = peft
-            else:
-                with _outside_of_copies(self.peft, config):
-                    self.peft.add_adapter(name, config, autocast_adapter_dtype=False)
+            with whole_shapes(self.base):
+                self._inject(name, config)
+            assert self.peft is not None
             self.peft.set_adapter(name)
             others = {id(p) for pairs in self._trainable.values() for _, p in pairs}
             own = [(n, p) for n, p in self.peft.named_parameters() if p.requires_grad and id(p) not in others]
@@ -94,6 +93,16 @@ class PeftAdapters:
         self._trainable[name] = own
         self._active = name
         self._keep_trainable()
+
+    def _inject(self, name: str, config: PeftConfig) -> None:
+        # Adapters take the dtype of the layers they sit on: PEFT's own cast to fp32 would change it in silence.
+        if self.peft is None:
+            peft = get_peft_model(self.base, config, adapter_name=name, autocast_adapter_dtype=False)
+            assert isinstance(peft, PeftModel)
+            self.peft = peft
+            return
+        with _outside_of_copies(self.peft, config):
+            self.peft.add_adapter(name, config, autocast_adapter_dtype=False)
 
     def activate(self, name: str) -> None:
         """Make one adapter the active one. The others stay trainable, so that their pending backward passes still count."""
@@ -117,6 +126,19 @@ class PeftAdapters:
         assert self.peft is not None
         # Not 'auto', which asks a hub about the vocabulary, and saves the base model's embeddings beside adapters on them.
         return dict(get_peft_model_state_dict(self.peft, adapter_name=name, save_embedding_layers=False))
+
+    def base_keys(self) -> dict[str, str]:
+        """Keys of the base model's own weights as they are now, and as they are without adapters."""
+        if self.peft is None:
+            return {key: key for key in self.base.state_dict()}
+        prefix = getattr(self.peft.base_model, 'prefix', None) or 'lora_'
+        found = {}
+        for key in self.base.state_dict():
+            parts = key.split('.')
+            if any(part.startswith(prefix) for part in parts) or 'modules_to_save' in parts:
+                continue
+            found[key] = '.'.join(part for part in parts if part not in ('base_layer', 'original_module'))
+        return found
 
     def writer(self, name: str, base_model_id: str | None, *, snapshot: bool) -> Callable[[Path], None]:
         """What writes `adapter_model.safetensors` and `adapter_config.json`, as `PeftModel.from_pretrained` reads them."""

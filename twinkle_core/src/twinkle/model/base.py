@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from twinkle import checkpoint as store
 from twinkle.errors import ConfigError, NotSupportedError, StateError
+from twinkle.launcher import rank
 from twinkle.loss.base import as_loss
 from twinkle.model import checkpointing, stepping
 from twinkle.model.adapters import AdapterTable
@@ -98,6 +100,16 @@ class BaseModel(SetupMethods):
         """What writes the base model with the adapter merged into it, as both are now."""
         raise NotSupportedError(f'{type(self).__name__} cannot merge adapters: save without merge_lora=True.')
 
+    def _save_training_state(self, folder: Path, stem: str, kept: dict[str, Any]) -> None:
+        """Write the state of optimizer, schedule and scaler. Every rank calls it; where all hold all of it, the first one writes."""
+        if rank() == 0:
+            store.save_state(folder, stem, kept)
+
+    def _load_training_state(self, folder: Path, stem: str, adapter_name: str) -> dict[str, Any]:
+        """Read what `_save_training_state` wrote."""
+        kept: dict[str, Any] = store.load_state(folder, stem)
+        return kept
+
     def _make_scaler(self) -> Any:
         """A gradient scaler for fp16 training, else None."""
         return None
@@ -116,8 +128,11 @@ class BaseModel(SetupMethods):
         """`value` summed over data-parallel ranks."""
         return value
 
-    def gradient_factor(self) -> float:
-        """What turns the gradients that backward left into a sum over data-parallel ranks."""
+    def prepare_backward(self, adapter_name: str, *, passes: int) -> None:
+        """A micro-batch's backward is about to run, in so many passes (an auxiliary loss has one of its own)."""
+
+    def reduce_gradients(self, adapter_name: str) -> float:
+        """Bring the window's gradients together over ranks; returns what is still to be multiplied for their sum."""
         return 1.0
 
     def clip_gradients(self, parameters: Sequence[Parameter], max_norm: float, norm_type: float) -> float:
@@ -383,6 +398,7 @@ class BaseModel(SetupMethods):
             return self._weights_writer(state.adapter_name, snapshot=snapshot)
 
         return checkpointing.save(
+            self,
             state,
             writer,
             name,
@@ -403,7 +419,7 @@ class BaseModel(SetupMethods):
         self, checkpoint: str | Path, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         state = self._adapters.get(adapter_name)
-        return checkpointing.resume(state, self._import_weights, checkpoint, resume_only_model=resume_only_model)
+        return checkpointing.resume(self, state, checkpoint, resume_only_model=resume_only_model)
 
     def _refuse(self, method: str) -> None:
         if method in self.cannot:

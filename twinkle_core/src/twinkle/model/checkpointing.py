@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle import checkpoint as store
-from twinkle.errors import CheckpointError, StateError
+from twinkle.checkpoint.together import agree, commit_together
+from twinkle.errors import CheckpointError, NotSupportedError, StateError
+from twinkle.launcher import rank, world_size
+from twinkle.logging import get_logger
+from twinkle.model.optimizer_state import check_optimizer, load_named_state, named_state, parameter_names
 from twinkle.plugins import call_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from torch.nn import Parameter
 
     from twinkle.model.state import TrainState
 
-__all__ = ['find', 'resume', 'save']
+__all__ = ['Checkpointed', 'find', 'resume', 'save']
+
+logger = get_logger('twinkle.model')
 
 _OPTIMIZER, _RNG = 'training_state', 'rng_state'
+
+
+class Checkpointed(Protocol):
+    """What a checkpoint needs to know of a backend. Every rank calls these as often as every other."""
+
+    def _named_trainable(self, adapter_name: str) -> Iterable[tuple[str, Parameter]]:
+        """Names and parameters that the adapter trains."""
+
+    def _import_weights(self, folder: Path, adapter_name: str) -> None:
+        """Read weights; missing or unexpected keys raise before anything is changed."""
+
+    def _save_training_state(self, folder: Path, stem: str, kept: dict[str, Any]) -> None:
+        """Write what the optimizer, the schedule and the scaler keep."""
+
+    def _load_training_state(self, folder: Path, stem: str, adapter_name: str) -> dict[str, Any]:
+        """Read it again."""
 
 
 def find(checkpoint: str | Path) -> Path:
@@ -25,6 +49,7 @@ def find(checkpoint: str | Path) -> Path:
 
 
 def save(
+    model: Checkpointed,
     state: TrainState,
     writer: Callable[[bool], Callable[[Path], None]],
     name: str | None,
@@ -38,7 +63,8 @@ def save(
     """Write one checkpoint; whatever goes wrong, an older one stays as it was.
 
     Args:
-        writer: given whether a snapshot is needed, gives what writes the weights into a folder.
+        writer: given whether a snapshot is needed, gives what writes the weights into a folder. Every rank calls it, the first one
+            writes.
     """
     if save_optimizer and state.window.is_partial:
         raise StateError(
@@ -46,42 +72,66 @@ def save(
             f'{state.window.length} micro-batches done): gradients are not part of a checkpoint. Save after '
             'clip_grad_and_step() at a boundary, close the window with clip_grad_and_step(flush=True), or save weights only.'
         )
+    if save_optimizer and async_save and world_size() > 1:
+        raise NotSupportedError(
+            'save(save_optimizer=True, async_save=True) is for one process: each rank writes its part of the training state at once. '
+            'Leave async_save out, or save_optimizer.'
+        )
     step = state.step
     name = f'checkpoint-{step}' if name is None else name
-    path = store.check_target(output_dir, name, keep_last)
-    if async_save:
-        store.wait_for_saves(output_dir)  # before the snapshot: two of them would be held at once
+    path = store.checkpoint_path(Path(output_dir), name)
+    _check_target(output_dir, name, keep_last, async_save=async_save)
     trainer = store.TrainerState(
         cur_step=step,
         consumed_train_samples=consumed_train_samples,
         gradient_accumulation_steps=state.window.length,
         adapter_name=state.adapter_name,
     )
-    kept: dict[str, Any] = {_OPTIMIZER: _training_state(state), _RNG: store.rng_state()} if save_optimizer else {}
-    if async_save:
-        kept = {stem: store.snapshot_state(part) for stem, part in kept.items()}
     write_weights = writer(async_save)
 
     def write(folder: Path) -> None:
         write_weights(folder)
         store.write_trainer_state(folder, trainer)
-        for stem, part in kept.items():
-            part.save(folder, stem) if async_save else store.save_state(folder, stem, part)
 
     def tell(path: Path) -> None:
         call_hook('checkpoint_saved', path=str(path), step=step)
 
     if async_save:
-        store.save_async(write, output_dir, name, keep_last=keep_last, then=tell)
-    else:
-        with store.commit_checkpoint(output_dir, name, keep_last=keep_last) as folder:
+        snapshots = _snapshots(model, state) if save_optimizer else {}
+
+        def write_all(folder: Path) -> None:
             write(folder)
+            for stem, snapshot in snapshots.items():
+                snapshot.save(folder, stem)
+
+        if rank() == 0:
+            store.save_async(write_all, output_dir, name, keep_last=keep_last, then=tell)
+        return str(path)
+    with commit_together(output_dir, name, keep_last=keep_last) as folder:
+        if rank() == 0:
+            write(folder)
+        if save_optimizer:
+            model._save_training_state(folder, _OPTIMIZER, _training_state(model, state))
+            store.save_state(folder, _rng_stem(rank()), store.rng_state())
+    if rank() == 0:
         tell(path)
     return str(path)
 
 
+def _check_target(output_dir: str | Path, name: str, keep_last: int | None, *, async_save: bool) -> None:
+    failure = None
+    if rank() == 0:
+        try:
+            store.check_target(output_dir, name, keep_last)
+            if async_save:
+                store.wait_for_saves(output_dir)  # before the snapshot: two of them would be held at once
+        except Exception as error:
+            failure = error
+    agree(failure, 'begin the checkpoint')
+
+
 def resume(
-    state: TrainState, import_weights: Callable[[Path, str], None], checkpoint: str | Path, *, resume_only_model: bool
+    model: Checkpointed, state: TrainState, checkpoint: str | Path, *, resume_only_model: bool
 ) -> dict[str, int]:
     """Load weights, then training state; everything is read and checked before anything is changed."""
     folder = store.find_checkpoint(Path(checkpoint))
@@ -89,13 +139,13 @@ def resume(
     kept: dict[str, Any] | None = None
     rng: Any = None
     if not resume_only_model:
-        kept, rng = store.load_state(folder, _OPTIMIZER), store.load_state(folder, _RNG)
-        _check_fits(state, kept, folder)
-    import_weights(folder, state.adapter_name)
+        kept, rng = model._load_training_state(folder, _OPTIMIZER, state.adapter_name), _read_rng(folder)
+        _check_fits(model, state, kept, folder)
+    model._import_weights(folder, state.adapter_name)
     if kept is not None:
-        _restore(state, kept)
-        store.set_rng_state(rng)
-    if not resume_only_model:
+        _restore(model, state, kept)
+        if rng is not None:
+            store.set_rng_state(rng)
         state.step = trainer.cur_step
     state.window = state.window.next()
     state.window.govern(trainer.gradient_accumulation_steps)
@@ -107,15 +157,41 @@ def resume(
     }
 
 
-def _training_state(state: TrainState) -> dict[str, Any]:
-    parts = {'optimizer': state.optimizer, 'lr_scheduler': state.lr_scheduler, 'scaler': state.scaler}
-    kept: dict[str, Any] = {name: part.state_dict() for name, part in parts.items() if part is not None}
-    kept['skipped_steps'] = state.skipped_steps
-    kept['schedule_due'] = state.schedule_due
+def _rng_stem(index: int) -> str:
+    return _RNG if index == 0 else f'{_RNG}_{index}'
+
+
+def _read_rng(folder: Path) -> Any:
+    """This rank's random state; None for a rank that there was not when the checkpoint was saved."""
+    stem = _rng_stem(rank())
+    if rank() > 0 and not (folder / f'{stem}.json').exists():
+        logger.warning('%s has no random state of rank %d: its dropout differs from here on.', folder, rank())
+        return None
+    return store.load_state(folder, stem)
+
+
+def _training_state(model: Checkpointed, state: TrainState) -> dict[str, Any]:
+    kept: dict[str, Any] = {'skipped_steps': state.skipped_steps, 'schedule_due': state.schedule_due}
+    if state.optimizer is not None:
+        kept['optimizer'] = named_state(state.optimizer, _names(model, state))
+    for name, part in (('lr_scheduler', state.lr_scheduler), ('scaler', state.scaler)):
+        if part is not None:
+            kept[name] = part.state_dict()
     return kept
 
 
-def _check_fits(state: TrainState, kept: dict[str, Any], folder: Path) -> None:
+def _snapshots(model: Checkpointed, state: TrainState) -> dict[str, store.StateSnapshot]:
+    return {
+        _OPTIMIZER: store.snapshot_state(_training_state(model, state)),
+        _RNG: store.snapshot_state(store.rng_state()),
+    }
+
+
+def _names(model: Checkpointed, state: TrainState) -> list[list[str]]:
+    return parameter_names(state.optimizer, model._named_trainable(state.adapter_name))
+
+
+def _check_fits(model: Checkpointed, state: TrainState, kept: dict[str, Any], folder: Path) -> None:
     for name, part in (('optimizer', state.optimizer), ('lr_scheduler', state.lr_scheduler), ('scaler', state.scaler)):
         if (part is None) == (name in kept):
             has, lacks = ('the checkpoint', 'the model') if part is None else ('the model', 'the checkpoint')
@@ -124,22 +200,17 @@ def _check_fits(state: TrainState, kept: dict[str, Any], folder: Path) -> None:
                 f'(set_optimizer, set_lr_scheduler, mixed_precision), or pass resume_only_model=True.'
             )
     if state.optimizer is not None:
-        saved = [len(group['params']) for group in kept['optimizer']['param_groups']]
-        here = [len(group['params']) for group in state.optimizer.param_groups]
-        if saved != here:
-            raise CheckpointError(
-                f'{folder}: the optimizer was saved with {saved} parameters per group and this one has {here}. It belongs to '
-                'another model, adapter or optimizer; pass resume_only_model=True to take the weights alone.'
-            )
+        check_optimizer(kept['optimizer'], _names(model, state), folder)
 
 
-def _restore(state: TrainState, kept: dict[str, Any]) -> None:
-    for name in ('optimizer', 'lr_scheduler', 'scaler'):
+def _restore(model: Checkpointed, state: TrainState, kept: dict[str, Any]) -> None:
+    if state.optimizer is not None:
+        load_named_state(state.optimizer, _names(model, state), kept['optimizer'])
+        for group in state.optimizer.param_groups:
+            for parameter in group['params']:
+                parameter.grad = None
+    for name in ('lr_scheduler', 'scaler'):
         if name in kept:
             getattr(state, name).load_state_dict(kept[name])
-    for parameter in (
-        p for group in (state.optimizer.param_groups if state.optimizer else []) for p in group['params']
-    ):
-        parameter.grad = None
     state.skipped_steps = kept['skipped_steps']
     state.schedule_due = kept['schedule_due']

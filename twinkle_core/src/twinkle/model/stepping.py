@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from twinkle.data_format import LossOutput
     from twinkle.model.state import TrainState
 
-__all__ = ['GradientOps', 'accumulate', 'clip', 'optimizer_step', 'schedule_step', 'zero']
+__all__ = ['GradientOps', 'accumulate', 'clip', 'local', 'optimizer_step', 'schedule_step', 'zero']
 
 logger = get_logger('twinkle.model')
 
@@ -38,8 +38,15 @@ class GradientOps(Protocol):
     def sum_over_data(self, value: Tensor) -> Tensor:
         """`value` summed over data-parallel ranks."""
 
-    def gradient_factor(self) -> float:
-        """What turns the gradients that backward left into a sum over ranks (the world size where backward averages)."""
+    def prepare_backward(self, adapter_name: str, *, passes: int) -> None:
+        """A micro-batch's backward is about to run, in so many passes."""
+
+    def reduce_gradients(self, adapter_name: str) -> float:
+        """Bring the window's gradients together over ranks: once per window, before they are normalised.
+
+        Returns:
+            What they are still to be multiplied with to be sums over data-parallel ranks (their number, where backward averaged).
+        """
 
     def clip_gradients(self, parameters: Sequence[Parameter], max_norm: float, norm_type: float) -> float:
         """Clip in place by the global norm of the unsharded gradients; returns the norm before clipping."""
@@ -64,6 +71,7 @@ def accumulate(state: TrainState, loss: LossOutput, aux_loss: Tensor | None, ops
     if state.scaler is not None:
         total = state.scaler.scale(total)
         aux_loss = state.scaler.scale(aux_loss) if aux_loss is not None else None
+    ops.prepare_backward(state.adapter_name, passes=1 if aux_loss is None else 2)
     if aux_loss is not None:
         _accumulate_aux(window, aux_loss, ops.trainable_parameters(state.adapter_name))
     total.backward()
@@ -134,10 +142,14 @@ def zero(state: TrainState, ops: GradientOps) -> None:
 
 def _accumulate_aux(window: AccumulationWindow, aux_loss: Tensor, parameters: Sequence[Parameter]) -> None:
     """Keep an auxiliary loss's gradients apart: they are averaged over micro-batches, whatever those count."""
-    grads = torch.autograd.grad(aux_loss, list(parameters), retain_graph=True, allow_unused=True)
-    for index, grad in enumerate(grads):
-        if grad is not None:
-            window.aux_grads[index] = window.aux_grads[index] + grad if index in window.aux_grads else grad
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    aux_loss.backward(retain_graph=True)
+    for index, (parameter, grad) in enumerate(zip(parameters, kept, strict=True)):
+        new, parameter.grad = parameter.grad, grad
+        if new is not None:
+            window.aux_grads[index] = window.aux_grads[index] + new if index in window.aux_grads else new
 
 
 def _normalise(state: TrainState, ops: GradientOps) -> None:
@@ -155,13 +167,18 @@ def _normalise(state: TrainState, ops: GradientOps) -> None:
             parameter = parameters[index]
             parameter.grad = grad * weight if parameter.grad is None else parameter.grad.add_(grad, alpha=weight)
         window.aux_grads.clear()
+    factor = constant / count * ops.reduce_gradients(state.adapter_name)
     if state.scaler is not None and state.optimizer is not None:
         state.scaler.unscale_(state.optimizer)
-    factor = constant / count * ops.gradient_factor()
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
     window.normalised = True
+
+
+def local(grad: Tensor) -> Tensor:
+    """The part of a gradient that this rank holds: all of it, or its shard."""
+    return grad.to_local() if hasattr(grad, 'to_local') else grad
 
 
 def _apply_optimizer(state: TrainState) -> bool:
