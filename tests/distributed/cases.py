@@ -70,6 +70,16 @@ def _cases() -> list[Case]:
         ('fsdp4-accelerate', {'fsdp_size': 4}, 'accelerate', 'llama', {}),
         ('hsdp2x2-native', {'dp_size': 2, 'fsdp_size': 2}, 'native_fsdp', 'llama', {}),
         ('hsdp2x2-accelerate', {'dp_size': 2, 'fsdp_size': 2}, 'accelerate', 'llama', {}),
+        ('tp2', {'tp_size': 2}, 'native_fsdp', 'llama', {}),
+        ('tp2-qwen3', {'tp_size': 2}, 'native_fsdp', 'qwen3', {}),
+        ('tp2-fsdp2', {'tp_size': 2, 'fsdp_size': 2}, 'native_fsdp', 'llama', {}),
+        ('tp2-dp2', {'tp_size': 2, 'dp_size': 2}, 'native_fsdp', 'qwen3', {}),
+        ('ep2-qwen3_moe', {'dp_size': 2, 'ep_size': 2}, 'native_fsdp', 'qwen3_moe', {}),
+        ('ep2-deepseek_v3', {'fsdp_size': 2, 'ep_size': 2}, 'native_fsdp', 'deepseek_v3', {}),
+        ('ep2-glm4_moe', {'fsdp_size': 2, 'ep_size': 2}, 'native_fsdp', 'glm4_moe', {}),
+        ('ep2-qwen3_5_moe', {'fsdp_size': 2, 'ep_size': 2}, 'native_fsdp', 'qwen3_5_moe', {}),
+        ('ep2-fsdp4', {'fsdp_size': 4, 'ep_size': 2}, 'native_fsdp', 'qwen3_moe', {}),
+        ('ep2-fsdp2-dp2', {'fsdp_size': 2, 'dp_size': 2, 'ep_size': 2}, 'native_fsdp', 'deepseek_v3', {}),
     ]  # fmt: skip
     modes = [('full', False, 1), ('full', True, 3), ('lora', True, 1), ('lora', False, 3)]
     return [
@@ -84,16 +94,23 @@ CASES = _cases()
 
 def model_dirs(folder: Path) -> dict[str, str]:
     """Tiny random models of every family, saved once."""
-    from tests.helpers.models import tiny_llama_dir
+    from tests.helpers.models import tiny_dir, tiny_llama_dir
 
+    others = ('qwen3', 'qwen3_moe', 'deepseek_v3', 'glm4_moe', 'qwen3_5_moe')
     return {
+        **{family: tiny_dir(family, folder / family) for family in others},
         'llama': tiny_llama_dir(folder / 'llama'),
         'tied': tiny_llama_dir(folder / 'tied', tie=True),
     }
 
 
 def lora_of(case: Case) -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules='all-linear', init_lora_weights='gaussian')
+    targets = (
+        'all-linear'
+        if case.family in ('llama', 'tied', 'qwen3')
+        else ['q_proj', 'q_a_proj', 'v_proj', 'kv_b_proj', 'o_proj']
+    )
+    return LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights='gaussian')
 
 
 def windows_of(case: Case) -> list[list[list[dict[str, Any]]]]:
@@ -114,9 +131,9 @@ def run_case(case: Case, folder: str, here: Path) -> dict[str, Any]:
     name = ''
     if case.kind == 'lora':
         torch.manual_seed(3)
-        plain = get_peft_model(plain, lora_of(case), adapter_name='a')
+        plain = get_peft_model(plain, lora_of(case), adapter_name='mine')
         torch.manual_seed(3 + dist.get_rank())  # what rank 0 drew counts
-        name = model.add_adapter_to_model('a', lora_of(case))
+        name = model.add_adapter_to_model('mine', lora_of(case))
     expected = reference.train(plain, windows, lr=LR)
     model.set_optimizer('default', lr=LR, weight_decay=0.01)
     model.set_lr_scheduler('default', num_warmup_steps=2, num_training_steps=len(windows))
@@ -134,7 +151,7 @@ def run_case(case: Case, folder: str, here: Path) -> dict[str, Any]:
     weights = model.get_state_dict()
     if name:
         theirs = {
-            key.replace('.a.weight', '.weight'): value for key, value in plain.state_dict().items() if 'lora_' in key
+            key.replace('.mine.weight', '.weight'): value for key, value in plain.state_dict().items() if 'lora_' in key
         }
     else:
         theirs = plain.state_dict()

@@ -56,16 +56,17 @@ class OutputHead:
         if 'logits' in needs or self._opaque:
             return self._with_logits(head, run, labels, needs, weights)
         found: dict[str, Any] = {}
+        plain = _is_plain_linear(head) and self._change is None
 
         def stand_in(hidden_BTH: Tensor) -> Tensor:
             hidden_BTH = (
                 hidden_BTH[:, -labels.shape[1] :] if labels is not None else hidden_BTH
             )  # behind virtual tokens
-            if _is_plain_linear(head) and self._change is None:
+            if plain:
                 found.update(outputs_from_hidden(hidden_BTH, head, labels, needs, loss_weights=weights))
             else:
                 found.update(head_outputs(self._changed(original), hidden_BTH, labels, needs, loss_weights=weights))
-            return hidden_BTH[..., :1]  # in place of the logits; nobody reads it
+            return hidden_BTH[..., :1].clone()  # in place of the logits; nobody reads it
 
         with _forward_replaced(head, stand_in) as original:
             output = run()
@@ -153,7 +154,8 @@ def head_device(module: nn.Module) -> torch.device:
 
 
 def _is_plain_linear(head: nn.Module) -> bool:
-    return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    replaced = 'forward' in head.__dict__  # by tensor parallelism, whose heads hold a part of the vocabulary
+    return type(head) is nn.Linear and not replaced and not head._forward_hooks and not head._forward_pre_hooks
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -20,7 +20,7 @@ from twinkle_hf.loading import copy_tokenizer_files, load_module
 from twinkle_hf.options import check_mesh
 from twinkle_hf.packed import check_attention, check_can_pack, flatten_rows, is_packed, takes_one_row, unflatten_rows
 from twinkle_hf.parallel import build_layout
-from twinkle_hf.parallel.gradients import full_tensor
+from twinkle_hf.parallel.gradients import full_tensor, group_by_layout
 from twinkle_hf.parallel.weights import gather_weights, twin_of
 from twinkle_hf.patch import enable_gradient_checkpointing
 from twinkle_hf.peft_adapters import PeftAdapters, cpu_copy
@@ -108,6 +108,11 @@ class TransformersModel(BaseModel):
         self.strategy = strategy
         self.remote_group = remote_group
         self.model_id = None if model_id is None else str(model_id)
+        if model_id is None and self.device_mesh.tp_size * self.device_mesh.ep_size > 1:
+            raise ConfigError(
+                'tp_size and ep_size need model_id: each rank reads its part of the weights from files. Save a model with random weights '
+                'once, and give its folder.'
+            )
         if fp8_config and self.precision.name != 'fp8':
             raise ConfigError(f"fp8_config is for mixed_precision='fp8'; it is {self.precision.name!r} here.")
         self._layout = build_layout(
@@ -175,6 +180,7 @@ class TransformersModel(BaseModel):
         window = self._adapters.get(adapter_name).window
         self._layout.begin(
             self.adapters.base,
+            first=window.micro_batches == 0,
             last=window.micro_batches + 1 >= window.length,
             has_adapter=bool(adapter_name),
             apart=self._has_aux_loss(),
@@ -232,6 +238,10 @@ class TransformersModel(BaseModel):
     def reduce_gradients(self, adapter_name: str) -> float:
         parameters = self.trainable_parameters(adapter_name)
         return self._layout.reduce(self.adapters.base, parameters, has_adapter=bool(adapter_name))
+
+    def _arrange_optimizer(self, optimizer: Any) -> None:
+        if self._layout.sharded:
+            group_by_layout(optimizer)
 
     def clip_gradients(self, parameters: Sequence[Parameter], max_norm: float, norm_type: float) -> float:
         return self._layout.clip(parameters, max_norm, norm_type)

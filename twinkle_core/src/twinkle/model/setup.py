@@ -57,11 +57,15 @@ class SetupMethods(TwinkleModel):
                 )
             takes_names = getattr(part, 'takes_named_parameters', False)
             part = part(named if takes_names else [parameter for _, parameter in named], **kwargs)
+            self._arrange_optimizer(part)
         elif kwargs:
             raise ConfigError(
                 f'set_optimizer: an optimizer that is built already takes no keywords, got {sorted(kwargs)}.'
             )
         state.optimizer, state.lr_scheduler = part, None
+
+    def _arrange_optimizer(self, optimizer: Any) -> None:
+        """An optimizer was built of the adapter's parameters, and has not stepped yet."""
 
     @remote_function(dispatch='all')
     def set_lr_scheduler(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +11,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from twinkle.model.stepping import local
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-__all__ = ['broadcast_from_first', 'clip_by_global_norm', 'full_tensor', 'sum_gradients']
+__all__ = ['broadcast_from_first', 'clip_by_global_norm', 'full_tensor', 'group_by_layout', 'sum_gradients']
 
 _BUCKET = 25 * 2**20
 """Bytes that are reduced together, as in PyTorch's DistributedDataParallel."""
@@ -64,26 +68,49 @@ def clip_by_global_norm(parameters: Sequence[Parameter], max_norm: float, norm_t
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
-            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            by_layout.setdefault((layout, grad.dtype, grad.device), []).append(grad)
-    norms = []
-    for grads in by_layout.values():
-        norm = torch.nn.utils.get_total_norm(grads, norm_type)
-        norms.append(full_tensor(norm).double())
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
+            by_layout.setdefault((*layout, grad.dtype, grad.device), []).append(local(grad))
+    norms = [_norm(grads, norm_type, key[0], key[1]) for key, grads in by_layout.items()]
     if not norms:
         return 0.0
-    total = float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]), norm_type))
+    total = float(torch.linalg.vector_norm(torch.stack(norms), norm_type))
     scale = max_norm / (total + 1e-6)  # as PyTorch's
     if scale < 1.0:
         for grads in by_layout.values():
-            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-            torch._foreach_mul_(local, scale)
+            torch._foreach_mul_(grads, scale)
     return total
+
+
+def _norm(grads: list[Tensor], norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """The norm of gradients of one layout, of which this rank has its parts."""
+    norm = torch.nn.utils.get_total_norm(grads, norm_type).double()
+    is_max = math.isinf(norm_type)
+    total = norm if is_max else norm**norm_type
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate():  # also torch's strided shards, which are shards
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return (total if is_max else total ** (1.0 / norm_type)).cpu()
+
+
+def group_by_layout(optimizer: Any) -> None:
+    """Split an optimizer's groups so that each holds parameters of one layout, which it can step together."""
+    groups = []
+    for group in optimizer.param_groups:
+        by_layout: dict[Any, list[Parameter]] = {}
+        for parameter in group['params']:
+            layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            by_layout.setdefault(layout, []).append(parameter)
+        groups += [{**group, 'params': parameters} for parameters in by_layout.values()]
+    optimizer.param_groups[:] = groups
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded. A collective where it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # PyTorch warns, on every rank, that two meshes are gathered one after the other; for these there is no other way.
+    logging.getLogger('torch.distributed.tensor._redistribute').setLevel(logging.ERROR)
+    return tensor.full_tensor()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -49,8 +49,8 @@ class Layout:
         """What is called in a forward pass."""
         return module
 
-    def begin(self, module: nn.Module, *, last: bool, has_adapter: bool, apart: bool) -> None:
-        """A training micro-batch is about to run: whether it is the window's last, and whether backward has several passes."""
+    def begin(self, module: nn.Module, *, first: bool, last: bool, has_adapter: bool, apart: bool) -> None:
+        """A training micro-batch is about to run: whether it is the window's first, its last, and whether backward has several passes."""
 
     def reduce(self, module: nn.Module, parameters: Sequence[Parameter], *, has_adapter: bool) -> float:
         """Bring the window's gradients together; returns what is still to be multiplied for their sum over ranks."""
@@ -66,10 +66,6 @@ class Layout:
 
     def adapter_added(self, module: nn.Module, parameters: Iterable[Tensor], name: str) -> None:
         """An adapter was put into the module, on every rank."""
-
-    def parameter_groups(self, parameters: Sequence[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
-        """Parameters in groups that an optimizer can step together."""
-        return [list(parameters)]
 
 
 class Replicated(Layout):
@@ -116,7 +112,7 @@ class AcceleratedReplicas(Replicated):
             return module
         return self._wrap(module)
 
-    def begin(self, module: nn.Module, *, last: bool, has_adapter: bool, apart: bool) -> None:
+    def begin(self, module: nn.Module, *, first: bool, last: bool, has_adapter: bool, apart: bool) -> None:
         self._unsynced.close()
         self._synced = last and not apart and not has_adapter
         if not has_adapter and not self._synced:

@@ -77,7 +77,7 @@ class SyncedByBackward(Replicated):
     sync_each_micro_batch = False
     _pending = False
 
-    def begin(self, module: nn.Module, *, last: bool, has_adapter: bool, apart: bool) -> None:
+    def begin(self, module: nn.Module, *, first: bool, last: bool, has_adapter: bool, apart: bool) -> None:
         if has_adapter:
             return
         sync = last or apart or self.sync_each_micro_batch

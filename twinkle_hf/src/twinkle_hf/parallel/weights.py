@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from twinkle.launcher import rank
+from twinkle_hf.parallel.gradients import full_tensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ def gather_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if id(value) in seen:
             found[key] = seen[id(value)]
             continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = full_tensor(value)
         if rank() == 0:
             found[key] = seen[id(value)] = whole.detach().to('cpu', copy=True)
     return found
