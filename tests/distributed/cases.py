@@ -70,6 +70,12 @@ def _cases() -> list[Case]:
         ('fsdp4-accelerate', {'fsdp_size': 4}, 'accelerate', 'llama', {}),
         ('hsdp2x2-native', {'dp_size': 2, 'fsdp_size': 2}, 'native_fsdp', 'llama', {}),
         ('hsdp2x2-accelerate', {'dp_size': 2, 'fsdp_size': 2}, 'accelerate', 'llama', {}),
+        ('ulysses2', {'dp_size': 2, 'ulysses_size': 2}, 'native_fsdp', 'llama', {}),
+        ('ulysses2-eager', {'dp_size': 2, 'ulysses_size': 2}, 'accelerate', 'qwen3', {'attn_implementation': 'eager'}),
+        ('ulysses2-sliding', {'dp_size': 2, 'ulysses_size': 2}, 'native_fsdp', 'sliding', {}),
+        ('ulysses2-fsdp2', {'fsdp_size': 2, 'ulysses_size': 2}, 'native_fsdp', 'llama', {}),
+        ('ulysses4-fsdp4', {'fsdp_size': 4, 'ulysses_size': 4}, 'native_fsdp', 'llama', {}),
+        ('ulysses2-fsdp2-dp2', {'fsdp_size': 2, 'dp_size': 2, 'ulysses_size': 2}, 'accelerate', 'deepseek_v3', {}),
         ('tp2', {'tp_size': 2}, 'native_fsdp', 'llama', {}),
         ('tp2-qwen3', {'tp_size': 2}, 'native_fsdp', 'qwen3', {}),
         ('tp2-fsdp2', {'tp_size': 2, 'fsdp_size': 2}, 'native_fsdp', 'llama', {}),
@@ -96,7 +102,7 @@ def model_dirs(folder: Path) -> dict[str, str]:
     """Tiny random models of every family, saved once."""
     from tests.helpers.models import tiny_dir, tiny_llama_dir
 
-    others = ('qwen3', 'qwen3_moe', 'deepseek_v3', 'glm4_moe', 'qwen3_5_moe')
+    others = ('qwen3', 'sliding', 'qwen3_moe', 'deepseek_v3', 'glm4_moe', 'qwen3_5_moe')
     return {
         **{family: tiny_dir(family, folder / family) for family in others},
         'llama': tiny_llama_dir(folder / 'llama'),

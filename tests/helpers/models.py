@@ -36,6 +36,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     'qwen2': ('Qwen2', {}),
     'qwen3': ('Qwen3', {'head_dim': 8}),
     'mistral': ('Mistral', {}),
+    'sliding': (
+        'Qwen2', {'use_sliding_window': True, 'sliding_window': 4, 'layer_types': ['full_attention', 'sliding_attention']}
+    ),
     'qwen3_moe': ('Qwen3Moe', {'head_dim': 8, 'num_experts': 4, **_EXPERTS}),
     'deepseek_v3': (
         'DeepseekV3',
@@ -56,13 +59,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-def tiny_dir(family: str, folder: Path) -> str:
+def tiny_dir(family: str, folder: Path, **also: object) -> str:
     """A random model of a family, two layers of it in fp32."""
     import transformers
 
     prefix, options = _FAMILIES[family]
     config_class = getattr(transformers, f'{prefix}TextConfig', None) or getattr(transformers, f'{prefix}Config')
     torch.manual_seed(0)
-    config = config_class(**{**_SMALL, **options})
+    config = config_class(**{**_SMALL, **options, **also})
     getattr(transformers, f'{prefix}ForCausalLM')(config).save_pretrained(folder)
     return str(folder)

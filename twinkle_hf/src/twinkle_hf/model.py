@@ -21,9 +21,10 @@ from twinkle_hf.options import check_mesh
 from twinkle_hf.packed import check_attention, check_can_pack, flatten_rows, is_packed, takes_one_row, unflatten_rows
 from twinkle_hf.parallel import build_layout
 from twinkle_hf.parallel.gradients import full_tensor, group_by_layout
+from twinkle_hf.parallel.states import load_training_state, save_training_state
 from twinkle_hf.parallel.weights import gather_weights, twin_of
 from twinkle_hf.patch import enable_gradient_checkpointing
-from twinkle_hf.peft_adapters import PeftAdapters, cpu_copy
+from twinkle_hf.peft_adapters import PeftAdapters, cpu_copy, merge_into
 from twinkle_hf.pooling import Pooling
 from twinkle_hf.precision import Precision
 from twinkle_hf.weights_in import load_weights
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from twinkle.data_format import ModelOutput
+    from twinkle_hf.parallel.ulysses import SequenceSplit, Whole
 
 __all__ = ['TransformersModel']
 
@@ -138,6 +140,12 @@ class TransformersModel(BaseModel):
                 enable_gradient_checkpointing(module)
 
         module, self._folder = self._layout.load(load, prepare)
+        self._sequences: SequenceSplit | None = None
+        if self.device_mesh.ulysses_size > 1:
+            from twinkle_hf.parallel.ulysses import SequenceSplit
+
+            assert self._layout.groups is not None
+            self._sequences = SequenceSplit(module, self._layout.groups)
         self.pooling = Pooling.choose(pooling, self._folder, module)
         self.adapters = PeftAdapters(module)
         self._head = OutputHead(module)
@@ -198,17 +206,14 @@ class TransformersModel(BaseModel):
             check_can_pack(base)
             if takes_one_row(base) and len(batch['position_ids']) > 1:
                 rows = flatten_rows(batch)
-        keywords = {key: rows[key] for key in rows if key in self._accepted}
-        if packed:
-            # Transformers keeps packed samples apart by their positions, but only where no mask says that all may see all.
-            keywords.pop('attention_mask', None)
-        if self.precision.name == 'fp8':
-            check_fp8_shape(keywords.get('input_ids'), base)
-        if 'use_cache' in self._accepted:
-            keywords['use_cache'] = False
         pooled = 'embeddings' in needs
         wanted = (needs - {'embeddings'}) | {'hidden_states'} if pooled else needs
-        outputs = self._head.run(lambda: module(**keywords, return_dict=True), rows, wanted)
+        if self._sequences is None:
+            outputs = self._call(module, rows, wanted, packed=packed)
+        else:
+            part, whole = self._sequences.part_of(rows, packed=packed, dtype=base.dtype)
+            outputs = self._call(module, part, wanted, packed=True, whole=whole)
+            outputs = self._sequences.gather(outputs, rows['input_ids'].shape[1])
         if rows is not batch:
             outputs = unflatten_rows(outputs, batch)
         if pooled:
@@ -220,6 +225,34 @@ class TransformersModel(BaseModel):
             if 'hidden_states' not in needs:
                 del outputs['hidden_states']
         return outputs
+
+    def _call(
+        self,
+        module: nn.Module,
+        rows: Mapping[str, Any],
+        needs: frozenset[str],
+        *,
+        packed: bool,
+        whole: Whole | None = None,
+    ) -> ModelOutput:
+        keywords = {key: rows[key] for key in rows if key in self._accepted}
+        if packed:
+            # Transformers keeps packed samples apart by their positions, but only where no mask says that all may see all.
+            keywords.pop('attention_mask', None)
+        if self.precision.name == 'fp8':
+            check_fp8_shape(keywords.get('input_ids'), self.adapters.base)
+        if 'use_cache' in self._accepted:
+            keywords['use_cache'] = False
+
+        def run() -> Any:
+            if whole is None or self._sequences is None:
+                return module(**keywords, return_dict=True)
+            output = module(**keywords, **whole.keywords, return_dict=True)
+            if getattr(output, 'aux_loss', None) is not None:
+                output.aux_loss = self._sequences.aux_loss(self.adapters.base, output, whole)
+            return output
+
+        return self._head.run(run, rows, needs)
 
     def _named_trainable(self, adapter_name: str) -> Iterable[tuple[str, Parameter]]:
         return self.adapters.named_trainable(adapter_name)
@@ -234,6 +267,9 @@ class TransformersModel(BaseModel):
 
     def sum_over_data(self, value: Tensor) -> Tensor:
         return self._layout.sum_over_data(value)
+
+    def prepare_backward(self, *, of_aux_loss: bool) -> None:
+        self._layout.prepare_backward(self.adapters.base, of_aux_loss=of_aux_loss)
 
     def reduce_gradients(self, adapter_name: str) -> float:
         parameters = self.trainable_parameters(adapter_name)
@@ -295,7 +331,14 @@ class TransformersModel(BaseModel):
         return twin
 
     def _merged_writer(self, adapter_name: str) -> Callable[[Path], None]:
-        return self._with_tokenizer(self.adapters.merged(adapter_name).save_pretrained, adapter_name)
+        if not self._layout.sharded:
+            return self._with_tokenizer(self.adapters.merged(adapter_name).save_pretrained, adapter_name)
+        twin = self._whole_model()
+        adapter = self.adapters.state_dict(adapter_name)
+        if rank() != 0:
+            return self._with_tokenizer(twin.save_pretrained, adapter_name)
+        config = self.adapters.config(adapter_name)
+        return self._with_tokenizer(merge_into(twin, config, adapter, adapter_name).save_pretrained, adapter_name)
 
     def _with_tokenizer(self, write: Callable[[Path], Any], adapter_name: str) -> Callable[[Path], None]:
         template = self._adapters.get(adapter_name).template
@@ -314,6 +357,12 @@ class TransformersModel(BaseModel):
             self.adapters.load(adapter_name, folder)
             return
         load_weights(self.adapters.base, self._module_class, folder)
+
+    def _save_training_state(self, folder: Path, stem: str, kept: dict[str, Any]) -> None:
+        save_training_state(folder, stem, kept)
+
+    def _load_training_state(self, folder: Path, stem: str, adapter_name: str) -> dict[str, Any]:
+        return load_training_state(folder, stem, self._named_trainable(adapter_name))
 
     def _replace_module(self, module: nn.Module) -> None:
         if self.adapters.peft is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from transformers import PreTrainedModel
 
-__all__ = ['PeftAdapters', 'cpu_copy']
+__all__ = ['PeftAdapters', 'cpu_copy', 'merge_into']
 
 M = TypeVar('M', bound=nn.Module)
 
@@ -41,6 +41,8 @@ class PeftAdapters:
     def __init__(self, module: PreTrainedModel) -> None:
         self.base = module
         self.peft: PeftModel | None = None
+        # FSDP2 puts whole parameters in the place of shards between forward and backward: the shards are what is trained.
+        self._shards = list(module.named_parameters()) if sharded_names(module) else None
         self._trainable: dict[str, list[tuple[str, Parameter]]] = {}
         self._active: str | None = None
 
@@ -53,7 +55,7 @@ class PeftAdapters:
         """What an adapter trains; for `''` every parameter of the module that requires gradients."""
         if name:
             return self._trainable[name]
-        return [(n, p) for n, p in self.base.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in self._shards or self.base.named_parameters() if p.requires_grad]
 
     def add(self, name: str, config_or_dir: Any) -> None:
         """Add an adapter from a config, or from the folder of a saved one. The caller's config stays as it is.
@@ -172,11 +174,12 @@ class PeftAdapters:
                 f'Adapter {name!r} is of type {_type_name(self.peft.peft_config[name].peft_type)}, which PEFT cannot merge into the '
                 'model. Save without merge_lora=True.'
             )
-        twin.set_adapter(name)
-        try:
-            return twin.merge_and_unload(adapter_names=[name])
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            raise NotSupportedError(f'Adapter {name!r} cannot be merged into the model: {error}') from error
+        return _merge(twin, name)
+
+    def config(self, name: str) -> PeftConfig:
+        """A copy of an adapter's config."""
+        assert self.peft is not None
+        return copy.deepcopy(self.peft.peft_config[name])
 
     def load(self, name: str, folder: Path) -> None:
         """Read weights into an adapter that exists. Keys and shapes are checked before anything is changed."""
@@ -240,6 +243,27 @@ class PeftAdapters:
             if name in self.peft.peft_config:
                 self.peft.delete_adapter(name)
             self._keep_trainable()
+
+
+def merge_into(module: PreTrainedModel, config: PeftConfig, weights: dict[str, Tensor], name: str) -> PreTrainedModel:
+    """A plain module with an adapter, of this config and these weights, merged into it by PEFT.
+
+    Raises:
+        NotSupportedError: an adapter that PEFT cannot merge.
+    """
+    peft: Any = get_peft_model(module, config, adapter_name=name, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        set_peft_model_state_dict(peft, {key: value.cpu() for key, value in weights.items()}, adapter_name=name)
+    return _merge(peft, name)
+
+
+def _merge(peft: Any, name: str) -> Any:
+    peft.set_adapter(name)
+    try:
+        return peft.merge_and_unload(adapter_names=[name])
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise NotSupportedError(f'Adapter {name!r} cannot be merged into the model: {error}') from error
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ class BaseModel(SetupMethods):
         """`value` summed over data-parallel ranks."""
         return value
 
-    def prepare_backward(self, adapter_name: str, *, passes: int) -> None:
-        """A micro-batch's backward is about to run, in so many passes (an auxiliary loss has one of its own)."""
+    def prepare_backward(self, *, of_aux_loss: bool) -> None:
+        """Where a micro-batch has an auxiliary loss, its backward is about to run, or the main one through the same graph."""
 
     def reduce_gradients(self, adapter_name: str) -> float:
         """Bring the window's gradients together over ranks; returns what is still to be multiplied for their sum."""

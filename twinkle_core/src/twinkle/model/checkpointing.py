@@ -10,7 +10,7 @@ from twinkle.checkpoint.together import agree, commit_together
 from twinkle.errors import CheckpointError, NotSupportedError, StateError
 from twinkle.launcher import rank, world_size
 from twinkle.logging import get_logger
-from twinkle.model.optimizer_state import check_optimizer, load_named_state, named_state, parameter_names
+from twinkle.model.optimizer_state import arranged, check_optimizer, load_named_state, named_state, parameter_names
 from twinkle.plugins import call_hook
 
 if TYPE_CHECKING:
@@ -209,8 +209,10 @@ def _restore(model: Checkpointed, state: TrainState, kept: dict[str, Any]) -> No
         for group in state.optimizer.param_groups:
             for parameter in group['params']:
                 parameter.grad = None
-    for name in ('lr_scheduler', 'scaler'):
-        if name in kept:
-            getattr(state, name).load_state_dict(kept[name])
+    if 'lr_scheduler' in kept:
+        names = _names(model, state)
+        state.lr_scheduler.load_state_dict(arranged(kept['lr_scheduler'], names, kept['optimizer']))
+    if 'scaler' in kept:
+        state.scaler.load_state_dict(kept['scaler'])
     state.skipped_steps = kept['skipped_steps']
     state.schedule_due = kept['schedule_due']

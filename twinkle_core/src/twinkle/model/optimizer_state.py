@@ -11,7 +11,7 @@ from twinkle.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-__all__ = ['check_optimizer', 'load_named_state', 'named_state', 'parameter_names']
+__all__ = ['arranged', 'check_optimizer', 'load_named_state', 'named_state', 'parameter_names']
 
 
 def parameter_names(optimizer: Any, named: Iterable[tuple[str, Parameter]]) -> list[list[str]]:
@@ -53,6 +53,19 @@ def check_optimizer(kept: Mapping[str, Any], names: list[list[str]], folder: Pat
             f'{sorted(there - here)[:3]}, here and not saved: {sorted(here - there)[:3]}. It belongs to another model, adapter or '
             'optimizer; pass resume_only_model=True to take the weights alone.'
         )
+
+
+def arranged(scheduler_state: Mapping[str, Any], names: list[list[str]], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule's state for these groups: what it keeps per group is taken from the group that the first parameter was in."""
+    place = {name: index for index, group in enumerate(kept['groups']) for name in group['names']}
+    order = [place[group[0]] for group in names if group]
+    saved = len(kept['groups'])
+    if order == list(range(saved)):
+        return dict(scheduler_state)
+    return {
+        key: [value[index] for index in order] if isinstance(value, list) and len(value) == saved else value
+        for key, value in scheduler_state.items()
+    }
 
 
 def load_named_state(optimizer: Any, names: list[list[str]], kept: Mapping[str, Any]) -> None:

@@ -38,8 +38,8 @@ class GradientOps(Protocol):
     def sum_over_data(self, value: Tensor) -> Tensor:
         """`value` summed over data-parallel ranks."""
 
-    def prepare_backward(self, adapter_name: str, *, passes: int) -> None:
-        """A micro-batch's backward is about to run, in so many passes."""
+    def prepare_backward(self, *, of_aux_loss: bool) -> None:
+        """Where a micro-batch has an auxiliary loss, its backward is about to run, or the main one through the same graph."""
 
     def reduce_gradients(self, adapter_name: str) -> float:
         """Bring the window's gradients together over ranks: once per window, before they are normalised.
@@ -71,9 +71,10 @@ def accumulate(state: TrainState, loss: LossOutput, aux_loss: Tensor | None, ops
     if state.scaler is not None:
         total = state.scaler.scale(total)
         aux_loss = state.scaler.scale(aux_loss) if aux_loss is not None else None
-    ops.prepare_backward(state.adapter_name, passes=1 if aux_loss is None else 2)
     if aux_loss is not None:
+        ops.prepare_backward(of_aux_loss=True)
         _accumulate_aux(window, aux_loss, ops.trainable_parameters(state.adapter_name))
+        ops.prepare_backward(of_aux_loss=False)
     total.backward()
     window.count = window.count + (loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
     window.micro_batches += 1
@@ -162,7 +163,8 @@ def _normalise(state: TrainState, ops: GradientOps) -> None:
     count = float(ops.sum_over_data(torch.as_tensor(window.count))) or 1.0
     constant = float(window.constant) if window.constant is not None else 1.0
     if window.aux_grads:
-        weight = count / (constant * window.micro_batches)
+        ranks = float(ops.sum_over_data(torch.ones(())))  # a mean over those, too
+        weight = count / (constant * window.micro_batches * ranks)
         for index, grad in window.aux_grads.items():
             parameter = parameters[index]
             parameter.grad = grad * weight if parameter.grad is None else parameter.grad.add_(grad, alpha=weight)

@@ -52,6 +52,9 @@ class Layout:
     def begin(self, module: nn.Module, *, first: bool, last: bool, has_adapter: bool, apart: bool) -> None:
         """A training micro-batch is about to run: whether it is the window's first, its last, and whether backward has several passes."""
 
+    def prepare_backward(self, module: nn.Module, *, of_aux_loss: bool) -> None:
+        """One of two backward passes through the graph of a forward pass is about to run: an auxiliary loss's, or the one after it."""
+
     def reduce(self, module: nn.Module, parameters: Sequence[Parameter], *, has_adapter: bool) -> float:
         """Bring the window's gradients together; returns what is still to be multiplied for their sum over ranks."""
         return 1.0

@@ -84,6 +84,20 @@ class SyncedByBackward(Replicated):
         _fsdp(module).set_requires_gradient_sync(sync)
         self._pending = not sync
 
+    def prepare_backward(self, module: nn.Module, *, of_aux_loss: bool) -> None:
+        # Layers gather their weights again when a gradient reaches their outputs. The routers' logits are no output of the last
+        # layer, and log-probabilities, which are made of the head's weights, none of the head: these have to be gathered here.
+        parts = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+        if of_aux_loss:
+            layers = [part for part in parts if any(part.children())]
+            inside = {id(inner) for layer in layers for inner in layer.modules() if inner is not layer}
+            last = [layer for layer in layers if id(layer) not in inside][-1:]
+            chosen = [part for layer in last for part in layer.modules() if isinstance(part, FSDPModule)]
+        else:
+            chosen = [_fsdp(module), *(part for part in parts if not any(part.children()))]
+        for part in chosen:
+            part.unshard()
+
     def reduce(self, module: nn.Module, parameters: Sequence[Parameter], *, has_adapter: bool) -> float:
         if has_adapter:
             return super().reduce(module, parameters, has_adapter=has_adapter)
