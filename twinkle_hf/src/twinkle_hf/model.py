@@ -175,14 +175,14 @@ class TransformersModel(BaseModel):
                 if not module.training:
                     module.train()
                 self._begin_micro_batch(adapter_name)
-                module = self._layout.callable(module, training=True, has_adapter=bool(adapter_name))
             else:
                 stack.enter_context(_evaluating(module))
                 stack.enter_context(torch.no_grad())
                 if disable_lora:
                     stack.enter_context(self.adapters.disabled())
             stack.enter_context(self.precision.autocast())
-            return self._forward(module, batch, needs)
+            called = self._layout.callable(self.adapters.called, training=training, has_adapter=bool(adapter_name))
+            return self._forward(called, batch, needs)
 
     def _begin_micro_batch(self, adapter_name: str) -> None:
         window = self._adapters.get(adapter_name).window

@@ -48,8 +48,19 @@ class PeftAdapters:
 
     @property
     def module(self) -> nn.Module:
-        """What is called in a forward pass."""
+        """The module that users see: PEFT's, once there is an adapter."""
         return self.base if self.peft is None else self.peft
+
+    @property
+    def called(self) -> nn.Module:
+        """What is called in a forward pass.
+
+        PEFT's own forward is needed for prompts that it puts before the inputs only; it calls `forward` of the base model, past the
+        hooks that gather sharded weights.
+        """
+        if self.peft is None or not self.peft.active_peft_config.is_prompt_learning:
+            return self.base
+        return self.peft
 
     def named_trainable(self, name: str) -> list[tuple[str, Parameter]]:
         """What an adapter trains; for `''` every parameter of the module that requires gradients."""

@@ -69,6 +69,8 @@ def test_a_rank_with_nothing_to_learn_neither_counts_nor_hangs(subject: Subject)
     rows = subject.rows(2)
     empty = [{'input_ids': row['input_ids'], 'labels': [-100] * len(row['input_ids'])} for row in rows]
     reference, model = ready(subject), ready(subject)
+    if place(model)[1] == 1:
+        pytest.skip('all ranks read the same rows')
     reference.forward_backward(rows)
     model.forward_backward(empty if place(model)[0] == 0 else rows)
     assert close(applied(model)[0], applied(reference)[0])
