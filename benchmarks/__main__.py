@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ('imports', 'loss_memory', 'overhead')
+NAMES = ('distributed', 'imports', 'loss_memory', 'overhead')
 
 
 def main() -> int:
