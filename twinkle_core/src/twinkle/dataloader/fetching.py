@@ -15,7 +15,7 @@ from twinkle.dataloader.order import epoch_size
 from twinkle.device_mesh import DeviceMesh
 from twinkle.errors import DataError
 
-__all__ = ['ByPart', 'Fetched', 'Finish', 'Part', 'Stream']
+__all__ = ['ByPart', 'Fetched', 'Finish', 'Part', 'Stream', 'part_of']
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Part:
     Attributes:
         size: rows of the whole batch.
         own: the indices of this rank's rows; may be none.
-        first: the index of the batch's first row.
+        first: the indices of the batch's first rows that belong together.
     """
 
     size: int
     own: Sequence[int]
-    first: int
+    first: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fetched:
 
     Attributes:
         size: rows of the whole batch.
-        rows: this rank's rows or, where it has none, the first of the batch.
+        rows: this rank's rows or, where it has none, the first ones of the batch.
         own: whether they are this rank's.
         epochs, passed: whole epochs, and rows of them, that were passed over to get to a resume point.
     """
@@ -49,6 +49,12 @@ class Fetched:
     own: bool
     epochs: int = 0
     passed: int = 0
+
+
+def part_of(size: int, together: int, mesh: DeviceMesh, rank: int) -> slice:
+    """A rank's rows of a batch, of which so many stay together."""
+    groups = mesh.get_slice(size // together, rank)
+    return slice(groups.start * together, groups.stop * together)
 
 
 class ByPart(TorchDataset[Fetched]):
@@ -62,7 +68,7 @@ class ByPart(TorchDataset[Fetched]):
 
     def __getitem__(self, index: int) -> Fetched:
         part = self.parts[index]
-        indices = part.own or [part.first]
+        indices = part.own or part.first
         return Fetched(part.size, [self.dataset[i] for i in indices], bool(part.own))
 
 
@@ -74,10 +80,18 @@ class Stream(TorchIterableDataset[Fetched]):
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, *, drop_last: bool, skip: int, mesh: DeviceMesh, rank: int
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        drop_last: bool,
+        skip: int,
+        mesh: DeviceMesh,
+        rank: int,
+        together: int = 1,
     ) -> None:
         self.dataset, self.batch_size, self.drop_last, self.skip = dataset, batch_size, drop_last, skip
-        self.mesh, self.rank = mesh, rank
+        self.mesh, self.rank, self.together = mesh, rank, together
 
     def __iter__(self) -> Iterator[Fetched]:
         epochs = passed = 0
@@ -99,8 +113,13 @@ class Stream(TorchIterableDataset[Fetched]):
             epochs, passed = epochs + 1, min(passed + size, self.skip)
 
     def _part(self, batch: list[Any], epochs: int, passed: int) -> Fetched:
-        own = batch[self.mesh.get_slice(len(batch), self.rank)]
-        return Fetched(len(batch), own or batch[:1], bool(own), epochs, passed)
+        if len(batch) % self.together:
+            raise DataError(
+                f'The stream ends in a batch of {len(batch)} rows, and rows_together={self.together} does not divide them: a row lacks '
+                'the others that it belongs to.'
+            )
+        own = batch[part_of(len(batch), self.together, self.mesh, self.rank)]
+        return Fetched(len(batch), own or batch[: self.together], bool(own), epochs, passed)
 
     def _why_nothing(self, seen: int, epochs: int) -> str:
         if seen:
@@ -115,16 +134,16 @@ class Stream(TorchIterableDataset[Fetched]):
 class Finish:
     """Collates what was fetched; a rank without rows of its own gets one in which nothing is trained."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any] | None, ranks: int) -> None:
-        self.collate, self.ranks = collate, ranks
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, ranks: int, together: int = 1) -> None:
+        self.collate, self.ranks, self.together = collate, ranks, together
 
     def __call__(self, fetched: Fetched) -> Fetched:
         rows = fetched.rows
-        if fetched.size < self.ranks:
+        if fetched.size < self.ranks * self.together:
             # Told on every rank, so that none waits for one that stopped.
             _check_labels(rows[0], fetched.size, self.ranks)
         if not fetched.own:
-            rows = [{**rows[0], 'labels': [IGNORE_INDEX] * len(rows[0]['labels'])}]
+            rows = [{**row, 'labels': [IGNORE_INDEX] * len(row['labels'])} for row in rows]
         collated = rows if self.collate is None else self.collate(rows)
         return Fetched(fetched.size, collated, fetched.own, fetched.epochs, fetched.passed)
 

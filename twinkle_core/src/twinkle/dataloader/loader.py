@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from twinkle.dataloader.fetching import ByPart, Fetched, Finish, Part, Stream
+from twinkle.dataloader.fetching import ByPart, Fetched, Finish, Part, Stream, part_of
 from twinkle.dataloader.order import epoch_order, epoch_size, global_batches, resume_point
 from twinkle.device_mesh import DeviceMesh, default_device_mesh
 from twinkle.errors import ConfigError, DataError
@@ -33,6 +33,8 @@ class DataLoader:
         num_workers: processes that read ahead; at most 1 for iterable data.
         drop_last: leave out a last batch that is not full.
         prefetch_factor: batches that each worker reads ahead.
+        rows_together: rows that follow each other in the data and belong together, such as a chosen and a rejected answer: they are
+            shuffled as one, and go to one rank.
         collate_fn: what makes a batch of a list of rows; by default the list itself, which a model takes as `inputs`.
 
     Raises:
@@ -51,12 +53,14 @@ class DataLoader:
         num_workers: int = 0,
         drop_last: bool = False,
         prefetch_factor: int | None = None,
+        rows_together: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.device_mesh = device_mesh if device_mesh is not None else default_device_mesh()
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.rows_together = rows_together
         self._by_index = hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')
         self._workers: dict[str, Any] = {'num_workers': num_workers, 'prefetch_factor': prefetch_factor}
         self._collate = collate_fn
@@ -69,11 +73,17 @@ class DataLoader:
 
     def _check(self) -> None:
         ranks = self.device_mesh.data_world_size
-        size = self.batch_size
+        size, together = self.batch_size, self.rows_together
+        if not _is_integer(together) or together < 1:
+            raise ConfigError(f'rows_together={together!r} must be an integer of at least 1.')
         if not _is_integer(size) or size < 1 or size % ranks:
             raise ConfigError(
                 f'batch_size={size!r} counts rows over all data ranks and must be a positive multiple of their number, {ranks} '
                 f'({self.device_mesh.describe()}).'
+            )
+        if size % (ranks * together):
+            raise ConfigError(
+                f'batch_size={size} must be a multiple of rows_together={together} on each of {ranks} data rank(s): {ranks * together}.'
             )
         for name, least in (('num_workers', 0), ('prefetch_factor', 1)):
             value = self._workers[name]
@@ -84,6 +94,10 @@ class DataLoader:
         if self._by_index:
             if not len(self.dataset):
                 raise DataError('The data set is empty: there is nothing to load.')
+            if len(self.dataset) % together:
+                raise DataError(
+                    f'rows_together={together} does not divide the {len(self.dataset)} rows: one lacks the others that it belongs to.'
+                )
             if self.drop_last and len(self.dataset) < size:
                 raise DataError(
                     f'drop_last leaves nothing: the data set has {len(self.dataset)} row(s), a batch {size}.'
@@ -171,15 +185,30 @@ class DataLoader:
         mesh, rank = self.device_mesh, this_rank()
         data: ByPart | Stream
         if self._by_index:
-            order = epoch_order(len(self.dataset), shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+            order = epoch_order(
+                len(self.dataset), shuffle=self.shuffle, seed=self.seed, epoch=epoch, together=self.rows_together
+            )
             batches = global_batches(order, self.batch_size, drop_last=self.drop_last, skip=skip)
+            together = self.rows_together
             data = ByPart(
-                self.dataset, [Part(len(batch), batch[mesh.get_slice(len(batch), rank)], batch[0]) for batch in batches]
+                self.dataset,
+                [
+                    Part(len(batch), batch[part_of(len(batch), together, mesh, rank)], batch[:together])
+                    for batch in batches
+                ],
             )
         else:
-            data = Stream(self.dataset, self.batch_size, drop_last=self.drop_last, skip=skip, mesh=mesh, rank=rank)
+            data = Stream(
+                self.dataset,
+                self.batch_size,
+                drop_last=self.drop_last,
+                skip=skip,
+                mesh=mesh,
+                rank=rank,
+                together=self.rows_together,
+            )
         workers = self._workers if self._workers['num_workers'] else {}
-        finish: Any = Finish(self._collate, mesh.data_world_size)
+        finish: Any = Finish(self._collate, mesh.data_world_size, self.rows_together)
         yield from TorchDataLoader(data, batch_size=None, generator=generator, collate_fn=finish, **workers)
 
 

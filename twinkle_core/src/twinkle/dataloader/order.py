@@ -8,12 +8,15 @@ from collections.abc import Iterator
 __all__ = ['epoch_order', 'epoch_size', 'global_batches', 'resume_point']
 
 
-def epoch_order(length: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch's rows. It depends on nothing else, so that ranks agree and a resumed run goes on exactly."""
-    order = list(range(length))
+def epoch_order(length: int, *, shuffle: bool, seed: int, epoch: int, together: int = 1) -> list[int]:
+    """The order of an epoch's rows. It depends on nothing else, so that ranks agree and a resumed run goes on exactly.
+
+    `together` rows that follow each other keep their places in a group, and groups are shuffled.
+    """
+    groups = list(range(length // together))
     if shuffle:
-        random.Random(f'twinkle-{seed}-{epoch}').shuffle(order)
-    return order
+        random.Random(f'twinkle-{seed}-{epoch}').shuffle(groups)
+    return [group * together + place for group in groups for place in range(together)]
 
 
 def epoch_size(length: int, batch_size: int, *, drop_last: bool) -> int:
