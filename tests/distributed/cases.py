@@ -56,8 +56,8 @@ class Case:
         return size
 
 
-def _cases() -> list[Case]:
-    """Every layout with each value of kind, packed and accumulation, chosen so that the values meet in pairs."""
+def _cases(modes: list[tuple[str, bool, int]]) -> list[Case]:
+    """Every layout in these modes."""
     layouts: list[tuple[str, dict[str, int], str, str, dict[str, Any]]] = [
         ('ddp2-native', {'dp_size': 2}, 'native_fsdp', 'llama', {}),
         ('ddp2-accelerate', {'dp_size': 2}, 'accelerate', 'llama', {}),
@@ -87,7 +87,6 @@ def _cases() -> list[Case]:
         ('ep2-fsdp4', {'fsdp_size': 4, 'ep_size': 2}, 'native_fsdp', 'qwen3_moe', {}),
         ('ep2-fsdp2-dp2', {'fsdp_size': 2, 'dp_size': 2, 'ep_size': 2}, 'native_fsdp', 'deepseek_v3', {}),
     ]  # fmt: skip
-    modes = [('full', False, 1), ('full', True, 3), ('lora', True, 1), ('lora', False, 3)]
     return [
         Case(f'{name}-{kind}-{"packed" if packed else "padded"}-{g}', sizes, strategy, kind, packed, g, family, options)
         for name, sizes, strategy, family, options in layouts
@@ -95,7 +94,12 @@ def _cases() -> list[Case]:
     ]
 
 
-CASES = _cases()
+MODES = [('full', False, 1), ('full', True, 3), ('lora', True, 1), ('lora', False, 3)]
+"""Kind, packed, accumulation: every pair of values once."""
+OTHER_MODES = [('full', False, 3), ('full', True, 1), ('lora', True, 3), ('lora', False, 1)]
+"""The rest of the full product, for the session `tests_full`."""
+CASES = _cases(MODES)
+FULL_CASES = _cases(OTHER_MODES)
 
 
 def model_dirs(folder: Path) -> dict[str, str]:
@@ -178,8 +182,8 @@ def main(arguments: list[str]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         dirs = json.loads((here / 'dirs.json').read_text())
         seen: dict[str, Any] = {}
-        for case in CASES:
-            if case.world != world or (chosen and not any(part in case.name for part in chosen)):
+        for case in FULL_CASES if chosen == ['full'] else CASES:
+            if case.world != world or (chosen not in ([], ['full']) and not any(part in case.name for part in chosen)):
                 continue
             try:
                 seen[case.name] = run_case(case, dirs[case.family], here)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cases import CASES, LR, Case, model_dirs
+from tests.distributed.cases import CASES, FULL_CASES, LR, Case, model_dirs
 from tests.helpers.launch import torchrun
 
 
@@ -16,14 +16,15 @@ def seen(tmp_path_factory):
     """What each rank saw in each case, by world size: launched when first asked for."""
     folder = tmp_path_factory.mktemp('parity')
     (folder / 'dirs.json').write_text(json.dumps(model_dirs(folder)))
-    done: dict[int, list[dict]] = {}
+    done: dict[tuple, list[dict]] = {}
 
-    def of(world: int) -> list[dict]:
-        if world not in done:
-            launched = torchrun(world, Path(__file__).with_name('cases.py'), str(folder), timeout=900)
+    def of(world: int, *which: str) -> list[dict]:
+        key = (world, *which)
+        if key not in done:
+            launched = torchrun(world, Path(__file__).with_name('cases.py'), str(folder), *which, timeout=1200)
             assert launched.returncode == 0, launched.stderr[-4000:]
-            done[world] = [json.loads((folder / f'rank{rank}.json').read_text()) for rank in range(world)]
-        return done[world]
+            done[key] = [json.loads((folder / f'rank{rank}.json').read_text()) for rank in range(world)]
+        return done[key]
 
     return of
 
@@ -31,7 +32,19 @@ def seen(tmp_path_factory):
 @pytest.mark.parametrize('case', CASES, ids=lambda case: case.name)
 def test_a_layout_trains_as_one_process(seen, case: Case):
     """Losses and norms to 1e-5, the learning rates exactly, weights after 5 AdamW steps to 1e-2 x lr, on every rank."""
-    for rank, cases in enumerate(seen(case.world)):
+    check(case, seen(case.world))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('case', FULL_CASES, ids=lambda case: case.name)
+def test_a_layout_trains_as_one_process_in_the_other_modes(seen, case: Case):
+    """The rest of the product of layouts and ways of training."""
+    check(case, seen(case.world, 'full'))
+
+
+def check(case: Case, ranks: list[dict]) -> None:
+    """Compare what every rank saw with one process."""
+    for rank, cases in enumerate(ranks):
         found = cases[case.name]
         assert 'error' not in found, f'rank {rank}: {found["error"]}'
         assert found['losses'] == pytest.approx(found['expected_losses'], rel=1e-5, abs=1e-6)

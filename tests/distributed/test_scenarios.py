@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.distributed.scenarios import ONE, SCENARIOS, runs
+from tests.distributed.scenarios import ONE, SCENARIOS, _build, _steps, runs
 from tests.helpers.launch import torchrun
 from tests.helpers.models import tiny_dir, tiny_llama_dir
+from twinkle.errors import CheckpointError
+from twinkle_hf.parallel.states import load_training_state
 
 
 @pytest.fixture(scope='module')
@@ -72,3 +77,40 @@ def test_files_of_any_layout_are_those_of_one_process(two, folder, layout):
             assert mine[key].dtype == value.dtype
             assert mine[key].shape == value.shape
             assert (mine[key] - value).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize('layout', ['fsdp2-native', 'fsdp2-accelerate', 'ulysses2-fsdp2', 'tp2', 'dp2-native'])
+@pytest.mark.parametrize('kind', ['full', 'lora'])
+def test_one_process_goes_on_from_the_checkpoint_of_two(two, one, folder, kind, layout):
+    """Sharded optimizer state is whole again in one process, and its next losses are those of one that trained alone."""
+    sources = json.loads((folder / 'dirs.json').read_text())
+    model = _build(ONE, sources['llama'], kind)
+    state = model.resume_from_checkpoint(folder / f'checkpoint_{kind}' / kind / layout / 'half')
+    assert state['cur_step'] == 3
+    losses = _steps(ONE, model, range(3, 6))
+    assert losses == pytest.approx(one[f'checkpoint_{kind}']['losses'][3:], rel=1e-5)
+
+
+def test_nothing_is_unpickled_from_the_parts_of_a_checkpoint(two, folder, tmp_path):
+    """A hostile `.metadata` among the parts, where PyTorch's own format keeps its pickle, is not looked at; a torn part is refused."""
+    source = folder / 'checkpoint_full' / 'full' / 'fsdp2-native' / 'half'
+    copied = shutil.copytree(source, tmp_path / 'half')
+    parts = copied / 'training_state_shards'
+    bomb = tmp_path / 'ran'
+    assert [path for path in parts.iterdir() if path.suffix != '.safetensors'] == []
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (bomb,))
+
+    (parts / '.metadata').write_bytes(pickle.dumps(Bomb()))
+    parameters = [('lm_head.weight', torch.nn.Parameter(torch.zeros(64, 32)))]
+    kept = load_training_state(copied, 'training_state', parameters)
+    assert not bomb.exists()
+    assert kept['optimizer']['state']['lm_head.weight']['exp_avg'].abs().sum() > 0
+    next(parts.glob('*.safetensors')).write_bytes(b'torn')
+    with pytest.raises(CheckpointError, match='cannot be read'):
+        load_training_state(copied, 'training_state', parameters)
+    shutil.rmtree(parts)
+    with pytest.raises(CheckpointError, match='incomplete'):
+        load_training_state(copied, 'training_state', parameters)

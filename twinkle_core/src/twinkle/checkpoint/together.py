@@ -35,17 +35,17 @@ def commit_together(output_dir: str | Path, name: str, *, keep_last: int | None 
             failure = error
     folder_name = _from_first(text)
     agree(failure, 'begin the checkpoint')
+    failure, written = None, False
     try:
-        with stack:
-            failure = None
+        with stack:  # on rank 0, leaving it commits
             try:
                 yield Path(folder_name)
             except Exception as error:
                 failure = error
             agree(failure, 'write the checkpoint')
-        failure = None
+            written = True
     except Exception as error:
-        if failure is not None or rank() != 0:
+        if not written:
             raise
         failure = error
     agree(failure, 'commit the checkpoint')

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
@@ -48,7 +49,12 @@ def save_training_state(folder: Path, stem: str, kept: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             writer = HuggingFaceStorageWriter(str(_shards_folder(folder, stem)), save_distributed=True)
-            save_sharded(shards, storage_writer=writer)
+            try:
+                save_sharded(shards, storage_writer=writer)
+            except CheckpointException as error:
+                raise CheckpointError(
+                    f'The parts of the training state cannot be written to {folder}: {error}'
+                ) from error
 
 
 def load_training_state(folder: Path, stem: str, named: Iterable[tuple[str, Parameter]]) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def _read_shards(folder: Path, wanted: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # that one process alone is meant
             load_sharded(wanted, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the second is no Exception
         raise CheckpointError(f'{folder}: the parts of the training state cannot be read: {error}') from error
 
 
