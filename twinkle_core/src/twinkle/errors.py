@@ -19,7 +19,8 @@
     │   └── SampleTooLongError                a row longer than `max_length` under `truncation='raise'`
     ├── AdapterError
     │   ├── UnknownAdapterError (LookupError, ValueError)
-    │   └── DuplicateAdapterError (ValueError)
+    │   ├── DuplicateAdapterError (ValueError)
+    │   └── SlotsFullError (RuntimeError)     no slot for a tenant, or none of its rank
     ├── StateError (RuntimeError)             a method called at the wrong moment
     ├── CheckpointError (RuntimeError)        a checkpoint that is missing, broken or does not fit
     └── RemoteError (RuntimeError)            a remote call that could not be dispatched or collected
@@ -48,6 +49,7 @@ __all__ = [
     'RegistryError',
     'RemoteError',
     'SampleTooLongError',
+    'SlotsFullError',
     'SourceError',
     'StateError',
     'TwinkleError',
@@ -139,6 +141,10 @@ class UnknownAdapterError(AdapterError, LookupError, ValueError):
 
 class DuplicateAdapterError(AdapterError, ValueError):
     """An adapter of that name exists already."""
+
+
+class SlotsFullError(AdapterError, RuntimeError):
+    """No slot is free for a tenant, or none is large enough; the message says who holds what."""
 
 
 class StateError(TwinkleError, RuntimeError):

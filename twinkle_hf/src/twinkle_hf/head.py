@@ -94,6 +94,12 @@ class OutputHead:
             found['hidden_states'] = hidden[0]
         return self._collect(output, found)
 
+    def look(self) -> None:
+        """Find out what the module does to its logits, unless that is known; it runs the module on two tokens."""
+        head = self._module.get_output_embeddings() if hasattr(self._module, 'get_output_embeddings') else None
+        if head is not None:
+            self._probe(head)
+
     def _collect(self, output: Any, found: dict[str, Any]) -> ModelOutput:
         """`found`, and what the module itself returns under the names of `ModelOutput`."""
         aux_loss = getattr(output, 'aux_loss', None)

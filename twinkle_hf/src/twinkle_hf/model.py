@@ -134,6 +134,7 @@ class TransformersModel(BaseModel):
             return found
 
         def prepare(module: Any) -> None:
+            self._prepare_module(module)
             if self.precision.name == 'fp8':
                 convert_to_fp8(module, fp8_config or {})
             if gradient_checkpointing:
@@ -147,10 +148,17 @@ class TransformersModel(BaseModel):
             assert self._layout.groups is not None
             self._sequences = SequenceSplit(module, self._layout.groups)
         self.pooling = Pooling.choose(pooling, self._folder, module)
-        self.adapters = PeftAdapters(module)
+        self.adapters = self._make_adapters(module)
         self._head = OutputHead(module)
         self._accepted = _forward_keywords(module)
         super().__init__()
+
+    def _prepare_module(self, module: Any) -> None:
+        """The module was loaded, and is not sharded yet."""
+
+    def _make_adapters(self, module: Any) -> Any:
+        """What holds the module's adapters."""
+        return PeftAdapters(module)
 
     # -- primitives ------------------------------------------------------------------------------------------------------------
 
@@ -168,6 +176,15 @@ class TransformersModel(BaseModel):
         self, batch: Mapping[str, Any], adapter_name: str, needs: frozenset[str], *, training: bool, disable_lora: bool
     ) -> ModelOutput:
         self.adapters.activate(adapter_name)
+        if not disable_lora:
+            return self._run(batch, needs=needs, training=training, adapter_name=adapter_name)
+        with self.adapters.disabled():
+            return self._run(batch, needs=needs, training=training, adapter_name=adapter_name)
+
+    def _run(
+        self, batch: Mapping[str, Any], *, needs: frozenset[str], training: bool, adapter_name: str
+    ) -> ModelOutput:
+        """Run the module as its adapters are."""
         module = self.adapters.module
         with ExitStack() as stack:
             if training:
@@ -178,8 +195,6 @@ class TransformersModel(BaseModel):
             else:
                 stack.enter_context(_evaluating(module))
                 stack.enter_context(torch.no_grad())
-                if disable_lora:
-                    stack.enter_context(self.adapters.disabled())
             stack.enter_context(self.precision.autocast())
             called = self._layout.callable(self.adapters.called, training=training, has_adapter=bool(adapter_name))
             return self._forward(called, batch, needs)

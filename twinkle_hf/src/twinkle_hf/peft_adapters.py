@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from transformers import PreTrainedModel
 
-__all__ = ['PeftAdapters', 'cpu_copy', 'merge_into']
+__all__ = ['WEIGHTS', 'PeftAdapters', 'cpu_copy', 'merge_into', 'read_adapter', 'read_weights']
 
 M = TypeVar('M', bound=nn.Module)
 
@@ -74,7 +74,7 @@ class PeftAdapters:
         Raises:
             ConfigError, CheckpointError: neither of these, or a folder that holds no adapter; nothing has changed.
         """
-        config, weights = _read(config_or_dir)
+        config, weights = read_adapter(config_or_dir)
         if self.peft is not None and config.peft_type != self.peft.peft_type:
             raise NotSupportedError(
                 f'Adapter {name!r} is of type {_type_name(config.peft_type)}, and this model has '
@@ -194,7 +194,7 @@ class PeftAdapters:
 
     def load(self, name: str, folder: Path) -> None:
         """Read weights into an adapter that exists. Keys and shapes are checked before anything is changed."""
-        self._set_weights(name, _weights_of(folder), str(folder))
+        self._set_weights(name, read_weights(folder), str(folder))
 
     def _set_weights(self, name: str, weights: dict[str, Tensor], where: str) -> None:
         assert self.peft is not None
@@ -312,20 +312,22 @@ def cpu_copy(module: M) -> M:
     return copy.deepcopy(module, memo)
 
 
-def _read(config_or_dir: Any) -> tuple[PeftConfig, dict[str, Tensor] | None]:
+def read_adapter(config_or_dir: Any) -> tuple[PeftConfig, dict[str, Tensor] | None]:
+    """A copy of a config; or the config and the weights of a saved adapter's folder."""
     if isinstance(config_or_dir, PeftConfig):
         return copy.deepcopy(config_or_dir), None
     if isinstance(config_or_dir, (str, Path)):
         folder = Path(config_or_dir)
         if not (folder / 'adapter_config.json').is_file():
             raise CheckpointError(f'{folder} holds no adapter_config.json, so it is no adapter folder.')
-        return PeftConfig.from_pretrained(str(folder)), _weights_of(folder)
+        return PeftConfig.from_pretrained(str(folder)), read_weights(folder)
     raise ConfigError(
         f'An adapter is made from a PEFT config (LoraConfig(r=8), say) or the folder of a saved adapter, not from {config_or_dir!r}.'
     )
 
 
-def _weights_of(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a saved adapter, on the CPU, from safetensors only."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(

@@ -13,9 +13,18 @@ from twinkle.model.state import TrainState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ['AdapterTable']
+__all__ = ['AdapterTable', 'check_name']
 
 _NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_-]*')
+
+
+def check_name(name: object) -> None:
+    """Raise `NameNotAllowedError` for what cannot be an adapter's name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise NameNotAllowedError(
+            f'Adapter name {name!r} is not allowed: use letters, digits, "_" and "-" (it becomes part of parameter names), '
+            'not starting with "-".'
+        )
 
 
 class AdapterTable:
@@ -38,11 +47,7 @@ class AdapterTable:
 
     def check_new(self, name: str) -> None:
         """Raise unless an adapter of this name may be added now. Changes nothing."""
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise NameNotAllowedError(
-                f'Adapter name {name!r} is not allowed: use letters, digits, "_" and "-" (it becomes part of parameter names), '
-                'not starting with "-".'
-            )
+        check_name(name)
         if name in self._states:
             raise DuplicateAdapterError(
                 f'Adapter {name!r} exists already; there are {self.names}. Choose another name, or load(...) weights into it.'

@@ -110,6 +110,13 @@ class BaseModel(SetupMethods):
         kept: dict[str, Any] = store.load_state(folder, stem)
         return kept
 
+    def _rng_state(self, adapter_name: str) -> Any:
+        """The random state that goes with an adapter's training state: the process's."""
+        return store.rng_state()
+
+    def _set_rng_state(self, adapter_name: str, state: Any) -> None:
+        store.set_rng_state(state)
+
     def _make_scaler(self) -> Any:
         """A gradient scaler for fp16 training, else None."""
         return None
@@ -168,7 +175,7 @@ class BaseModel(SetupMethods):
     ) -> ModelOutput:
         self._refuse('forward_only')
         state = self._adapters.get(adapter_name)
-        batch = prepare_inputs(state, inputs, self.device)
+        batch = self._prepare_inputs(state, inputs)
         if return_outputs is not None:
             needs = chosen_outputs(return_outputs)
             return only(
@@ -236,6 +243,9 @@ class BaseModel(SetupMethods):
         state.pending = None
         for metric in state.train_metrics.values():
             metric.begin()
+        return self._prepare_inputs(state, inputs)
+
+    def _prepare_inputs(self, state: TrainState, inputs: Any) -> dict[str, Any]:
         return prepare_inputs(state, inputs, self.device)
 
     def _backward(self, state: TrainState, outputs: ModelOutput, loss: LossOutput) -> None:

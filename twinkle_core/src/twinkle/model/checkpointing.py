@@ -42,6 +42,12 @@ class Checkpointed(Protocol):
     def _load_training_state(self, folder: Path, stem: str, adapter_name: str) -> dict[str, Any]:
         """Read it again."""
 
+    def _rng_state(self, adapter_name: str) -> Any:
+        """The random state that goes with it."""
+
+    def _set_rng_state(self, adapter_name: str, state: Any) -> None:
+        """Set it again."""
+
 
 def find(checkpoint: str | Path) -> Path:
     """The folder to read: a checkpoint, or the latest one of an output folder."""
@@ -112,7 +118,7 @@ def save(
             write(folder)
         if save_optimizer:
             model._save_training_state(folder, _OPTIMIZER, _training_state(model, state))
-            store.save_state(folder, _rng_stem(rank()), store.rng_state())
+            store.save_state(folder, _rng_stem(rank()), model._rng_state(state.adapter_name))
     if rank() == 0:
         tell(path)
     return str(path)
@@ -145,7 +151,7 @@ def resume(
     if kept is not None:
         _restore(model, state, kept)
         if rng is not None:
-            store.set_rng_state(rng)
+            model._set_rng_state(state.adapter_name, rng)
         state.step = trainer.cur_step
     state.window = state.window.next()
     state.window.govern(trainer.gradient_accumulation_steps)
@@ -183,7 +189,7 @@ def _training_state(model: Checkpointed, state: TrainState) -> dict[str, Any]:
 def _snapshots(model: Checkpointed, state: TrainState) -> dict[str, store.StateSnapshot]:
     return {
         _OPTIMIZER: store.snapshot_state(_training_state(model, state)),
-        _RNG: store.snapshot_state(store.rng_state()),
+        _RNG: store.snapshot_state(model._rng_state(state.adapter_name)),
     }
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from twinkle.data_format import LossOutput
     from twinkle.model.state import TrainState
 
-__all__ = ['GradientOps', 'accumulate', 'clip', 'local', 'optimizer_step', 'schedule_step', 'zero']
+__all__ = ['GradientOps', 'accumulate', 'clip', 'count', 'local', 'optimizer_step', 'scaled', 'schedule_step', 'zero']
 
 logger = get_logger('twinkle.model')
 
@@ -58,6 +58,22 @@ def accumulate(state: TrainState, loss: LossOutput, aux_loss: Tensor | None, ops
     Raises:
         StateError: the last step's gradients are still there, so that new ones would mix with them.
     """
+    total = scaled(state, loss, ops)
+    if aux_loss is not None:
+        ops.prepare_backward(of_aux_loss=True)
+        aux_loss = state.scaler.scale(aux_loss) if state.scaler is not None else aux_loss
+        _accumulate_aux(state.window, aux_loss, ops.trainable_parameters(state.adapter_name))
+        ops.prepare_backward(of_aux_loss=False)
+    total.backward()
+    count(state, loss)
+
+
+def scaled(state: TrainState, loss: LossOutput, ops: GradientOps) -> Tensor:
+    """What a micro-batch's backward is of: the loss's sum over the window's constant, scaled for fp16. `count` follows its backward.
+
+    Raises:
+        StateError: as for `accumulate`.
+    """
     window = state.window
     if window.normalised:
         raise StateError(
@@ -68,14 +84,12 @@ def accumulate(state: TrainState, loss: LossOutput, aux_loss: Tensor | None, ops
         # The first micro-batch's count, over all ranks: the same on each, it can be undone after gradients are summed over ranks.
         window.constant = ops.sum_over_data(torch.as_tensor(loss.count).detach()).clamp(min=1)
     total = loss.loss_sum / window.constant
-    if state.scaler is not None:
-        total = state.scaler.scale(total)
-        aux_loss = state.scaler.scale(aux_loss) if aux_loss is not None else None
-    if aux_loss is not None:
-        ops.prepare_backward(of_aux_loss=True)
-        _accumulate_aux(window, aux_loss, ops.trainable_parameters(state.adapter_name))
-        ops.prepare_backward(of_aux_loss=False)
-    total.backward()
+    return state.scaler.scale(total) if state.scaler is not None else total
+
+
+def count(state: TrainState, loss: LossOutput) -> None:
+    """Note in the window that a micro-batch's gradients are there."""
+    window = state.window
     window.count = window.count + (loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
     window.micro_batches += 1
 
@@ -160,16 +174,16 @@ def _normalise(state: TrainState, ops: GradientOps) -> None:
         return
     parameters = ops.trainable_parameters(state.adapter_name)
     # Nothing counted on any rank: the gradients are zero as they are, and stay so.
-    count = float(ops.sum_over_data(torch.as_tensor(window.count))) or 1.0
+    tokens = float(ops.sum_over_data(torch.as_tensor(window.count))) or 1.0
     constant = float(window.constant) if window.constant is not None else 1.0
     if window.aux_grads:
         ranks = float(ops.sum_over_data(torch.ones(())))  # a mean over those, too
-        weight = count / (constant * window.micro_batches * ranks)
+        weight = tokens / (constant * window.micro_batches * ranks)
         for index, grad in window.aux_grads.items():
             parameter = parameters[index]
             parameter.grad = grad * weight if parameter.grad is None else parameter.grad.add_(grad, alpha=weight)
         window.aux_grads.clear()
-    factor = constant / count * ops.reduce_gradients(state.adapter_name)
+    factor = constant / tokens * ops.reduce_gradients(state.adapter_name)
     if state.scaler is not None and state.optimizer is not None:
         state.scaler.unscale_(state.optimizer)
     grads = [local(p.grad) for p in parameters if p.grad is not None]
