@@ -82,7 +82,7 @@ def scaled(state: TrainState, loss: LossOutput, ops: GradientOps) -> Tensor:
         )
     if window.constant is None:
         # The first micro-batch's count, over all ranks: the same on each, it can be undone after gradients are summed over ranks.
-        window.constant = ops.sum_over_data(torch.as_tensor(loss.count).detach()).clamp(min=1)
+        window.constant = ops.sum_over_data(as_count(loss.count)).clamp(min=1).to(loss.loss_sum.dtype)
     total = loss.loss_sum / window.constant
     return state.scaler.scale(total) if state.scaler is not None else total
 
@@ -174,7 +174,7 @@ def _normalise(state: TrainState, ops: GradientOps) -> None:
         return
     parameters = ops.trainable_parameters(state.adapter_name)
     # Nothing counted on any rank: the gradients are zero as they are, and stay so.
-    tokens = float(ops.sum_over_data(torch.as_tensor(window.count))) or 1.0
+    tokens = float(ops.sum_over_data(as_count(window.count))) or 1.0
     constant = float(window.constant) if window.constant is not None else 1.0
     if window.aux_grads:
         ranks = float(ops.sum_over_data(torch.ones(())))  # a mean over those, too
@@ -190,6 +190,11 @@ def _normalise(state: TrainState, ops: GradientOps) -> None:
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
     window.normalised = True
+
+
+def as_count(value: Tensor | float) -> Tensor:
+    """A count as a tensor of one dtype: a rank may have counted in integers, and another one in weights."""
+    return torch.as_tensor(value).detach().to(torch.float64)
 
 
 def local(grad: Tensor) -> Tensor:
