@@ -22,6 +22,7 @@ TEST_TOOLS = [
     'pytest',
     'pytest-timeout',
     'pytest-xdist',
+    'reasoning-gym',
     'trl; python_version >= "3.11"',
 ]
 LINT_TOOLS = ['ruff', 'mypy']
