@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--output-dir', default='output/gkd', help='where the student, its adapter and the log go')
     parser.add_argument('--held-out', type=positive, default=16, help='rows to measure with (default: %(default)s)')
     parser.add_argument('--top-k', type=positive, default=64, help='words of the teacher (default: %(default)s)')
-    parser.add_argument('--epochs', type=positive, default=4)
+    parser.add_argument('--epochs', type=positive, default=3)
     parser.add_argument('--batch-size', type=positive, default=8)
     parser.add_argument('--lr', type=float, default=1e-3)
     parser.add_argument('--rank', type=positive, default=16, help='of LoRA')

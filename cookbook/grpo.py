@@ -162,7 +162,7 @@ def draw(rewards: list[float], before: float, after: float, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards, linewidth=1, label='of each step')
-    axes.plot([0, len(rewards)], [before, after], 'o--', label='of fixed questions')
+    axes.plot([0, len(rewards)], [before, after], 'o', label='of fixed questions')
     axes.set(xlabel='step', ylabel='mean reward', title='GRPO on sums')
     axes.legend()
     axes.grid(alpha=0.3)
