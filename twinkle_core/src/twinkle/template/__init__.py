@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from twinkle.template.base import Template
+from twinkle.template.deepseek import DeepseekV4Template
+from twinkle.template.qwen import Qwen3_5Template
 
-__all__ = ['Template']
+__all__ = ['DeepseekV4Template', 'Qwen3_5Template', 'Template']

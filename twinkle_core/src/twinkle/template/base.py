@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from twinkle.data_format import IGNORE_INDEX, InputFeature
 from twinkle.errors import ConfigError, DataError
 from twinkle.template.features import Tokens, build_features, cut_feature
-from twinkle.template.masks import find_turns, marked_turns, put_back
+from twinkle.template.masks import Turn, find_turns, marked_turns, put_back
 from twinkle.template.messages import (
     check_rounds,
     message_weight,
@@ -67,6 +67,9 @@ class Template:
     Raises:
         ConfigError: an option has a value that cannot work.
     """
+
+    default_chat_template: ClassVar[str | None] = None
+    """Jinja text for tokenizers that have no chat template."""
 
     def __init__(
         self,
@@ -135,7 +138,10 @@ class Template:
             if owned:
                 assert self.model_id is not None
                 loaded = load_tokenizer(self.model_id, revision=self.revision, trust_remote_code=self.trust_remote_code)
-            self._tokenizer = fit_tokenizer(loaded, chat_template=self._chat_template, owned=owned)
+            chat_template = self._chat_template
+            if chat_template is None and not getattr(loaded, 'chat_template', None):
+                chat_template = self.default_chat_template
+            self._tokenizer = fit_tokenizer(loaded, chat_template=chat_template, owned=owned)
         return self._tokenizer
 
     @property
@@ -243,6 +249,7 @@ class Template:
         check_rendered(text, plain)
         locate = marked_turns if renderer.has_marks(tools) else find_turns
         text, turns = put_back(text, locate(renderer, text, plain, tools, wanted), placeholders)
+        turns = [self._trained_part(text, turn) for turn in turns]
         ids, owners = tokenize_spans(self.tokenizer, text, [(turn.start, turn.end) for turn in turns])
         weights = [message_weight(given[turn.index - inserted]) for turn in turns]
         of_token = None
@@ -250,6 +257,10 @@ class Template:
             of_turn = [1.0 if weight is None else weight for weight in weights]
             of_token = [of_turn[owner] if owner >= 0 else 0.0 for owner in owners]
         return Tokens(ids, [owner >= 0 for owner in owners], of_token)
+
+    def _trained_part(self, text: str, turn: Turn) -> Turn:
+        """What of a turn is trained on: all of it, unless a subclass knows better."""
+        return turn
 
     def _encode_text(self, text: Any) -> Tokens:
         """The tokens of a text, with what the tokenizer puts around it and the end token: all are trained on."""

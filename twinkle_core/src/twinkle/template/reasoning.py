@@ -9,7 +9,14 @@ from typing import Any
 from twinkle.errors import DataError
 from twinkle.template.rendering import ChatRenderer
 
-__all__ = ['INLINE_REASONING', 'REASONING_CHOICES', 'keep_reasoning', 'note_lost_reasoning', 'strip_reasoning']
+__all__ = [
+    'INLINE_REASONING',
+    'REASONING_CHOICES',
+    'keep_reasoning',
+    'note_lost_reasoning',
+    'strip_all_reasoning',
+    'strip_reasoning',
+]
 
 REASONING_CHOICES = ('template', 'strip', 'keep')
 
@@ -38,6 +45,11 @@ def strip_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         _without(message) if message['role'] == 'assistant' and index < last else message
         for index, message in enumerate(messages)
     ]
+
+
+def strip_all_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation without any reasoning."""
+    return [_without(message) if message['role'] == 'assistant' else message for message in messages]
 
 
 def _without(message: dict[str, Any]) -> dict[str, Any]:
