@@ -255,6 +255,19 @@ def overflow(setting: Setting, sources: dict[str, str], folder: Path) -> Result:
     return {'skipped': [state.skipped_steps, state.step], 'close': losses}
 
 
+def autocast(setting: Setting, sources: dict[str, str], folder: Path) -> Result:
+    """bf16 by autocast: every parameter has its gradient from the first step on."""
+    model = setting.model(sources['llama'], mixed_precision='bf16')
+    model.set_optimizer('SGD', lr=0.1)
+    found: Result = {'close': []}
+    for seed in range(3):
+        model.forward_backward(inputs=setting.mine(reference.random_rows(5, seed=seed)))
+        found['close'] += [model.calculate_metric()['loss'], model.clip_grad_norm()]
+        assert all(parameter.grad is not None for parameter in model.trainable_parameters(''))
+        model.clip_grad_and_step()
+    return found
+
+
 def router_losses(setting: Setting, sources: dict[str, str], folder: Path) -> Result:
     """A mixture of experts whose router loss is of whole sequences."""
     model = setting.model(sources['routed'])
@@ -302,6 +315,7 @@ SCENARIOS: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     'checkpoint_lora': (checkpoint_lora, ()),
     'merged': (merged, ()),
     'overflow': (overflow, ('dp2-native', 'dp2-accelerate', 'fsdp2-native', 'fsdp2-accelerate')),
+    'autocast': (autocast, ()),
     'router_losses': (router_losses, ('ulysses2', 'ulysses2-fsdp2')),
     'router_losses_by_rank': (
         router_losses_by_rank,

@@ -137,8 +137,10 @@ class OutputHead:
         was_training = self._module.training
         try:
             self._module.eval()  # so that dropout draws nothing from the random state
-            with torch.no_grad(), _forward_replaced(head, made_up):
-                tokens = torch.zeros(1, 2, dtype=torch.long, device=head_device(self._module))
+            device = head_device(self._module)
+            # Without autocast, which would keep weights cast here, without a graph, for the forward pass that is to be trained.
+            with torch.no_grad(), torch.autocast(device.type, enabled=False), _forward_replaced(head, made_up):
+                tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
                 logits = self._module(input_ids=tokens, use_cache=False).logits
         finally:
             self._module.train(was_training)
