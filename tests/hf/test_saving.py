@@ -176,6 +176,21 @@ def test_tied_embeddings_stay_tied_in_a_background_save(tmp_path):
     assert torch.equal(again.forward_only(inputs=ROWS)['logits'], logits)
 
 
+def test_an_adapter_on_a_tied_weight_is_not_merged(tmp_path):
+    """Merged, it would change the output head too: refused, with the layer; one on other layers of that model is merged."""
+    source = tiny_llama_dir(tmp_path / 'tied', tie=True)
+    model = TransformersModel(source, mixed_precision='no')
+    with pytest.warns(UserWarning, match='tie'):
+        model.add_adapter_to_model('a', lora(target_modules=['embed_tokens']))
+    with pytest.raises(NotSupportedError, match=r'embed_tokens, whose weight is tied'):
+        model.save('x', tmp_path / 'out', merge_lora=True)
+    other = TransformersModel(source, mixed_precision='no')
+    other.add_adapter_to_model('a', lora(target_modules=['q_proj']))
+    expected = other.forward_only(inputs=ROWS)['logits']
+    merged = TransformersModel(other.save('m', tmp_path / 'out', merge_lora=True), mixed_precision='no')
+    torch.testing.assert_close(merged.forward_only(inputs=ROWS)['logits'], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_other_kinds_of_adapters_merge_too(tiny_llama, tmp_path):
     """IA3 is merged by PEFT as LoRA is."""
     model = TransformersModel(tiny_llama, mixed_precision='no')

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
@@ -269,7 +270,26 @@ def merge_into(module: PreTrainedModel, config: PeftConfig, weights: dict[str, T
     return _merge(peft, name)
 
 
+def _refuse_tied(peft: nn.Module, name: str) -> None:
+    """Raise where an adapter sits on a weight that another layer uses too: merged, it would change that layer as well."""
+    users: dict[int, int] = {}
+    for part in peft.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+    for place, layer in peft.named_modules():
+        # Retrained tokens are tied by PEFT itself, adapters are not.
+        if isinstance(layer, LoraLayer) and any(name in getattr(layer, names) for names in layer.adapter_layer_names):
+            weight = getattr(layer.get_base_layer(), 'weight', None)
+            if weight is not None and users.get(id(weight), 0) > 1:
+                raise NotSupportedError(
+                    f'Adapter {name!r} cannot be merged: it sits on {place.removeprefix("base_model.model.")}, whose weight is tied to '
+                    'another layer, which the merge would change too. Save without merge_lora=True.'
+                )
+
+
 def _merge(peft: Any, name: str) -> Any:
+    _refuse_tied(peft, name)
     peft.set_adapter(name)
     try:
         return peft.merge_and_unload(adapter_names=[name])
