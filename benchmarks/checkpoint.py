@@ -2,7 +2,8 @@
 
 A Llama of 30M parameters, fp32, AdamW with its state, full parameters; then the same with a LoRA adapter (r 8, all linear layers).
 Both kinds of save run in turn (ABAB), wall time, on the disk of the temporary folder; the background save is waited for before the next
-one begins, which is not counted, nor is what its thread takes from steps meanwhile. Sizes are those of the files over the bytes of their tensors.
+one begins, which is not counted, nor is what its thread takes from steps meanwhile. Sizes are those of the files over the bytes of their tensors. What blocks in the background
+save is copying into fresh memory: how much faster that is than writing depends on the disk, so the bound only says that it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(saves: int = 7) -> int:
     report = Report('checkpoint', 'model.save(save_optimizer=True) with async_save=True against async_save=False')
     with tempfile.TemporaryDirectory() as folder:
         count = _save_model(folder)
-        for case, lora, bound in ((f'full, {count / 1e6:.1f}M parameters', False, 0.5), ('LoRA of r 8', True, None)):
+        for case, lora, bound in ((f'full, {count / 1e6:.1f}M parameters', False, 0.95), ('LoRA of r 8', True, None)):
             model = _model(folder, lora=lora)
             output = Path(folder, 'lora' if lora else 'full')
             blocked, in_background, whole = _times(model, output, saves)
