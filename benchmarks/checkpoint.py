@@ -2,8 +2,9 @@
 
 A Llama of 30M parameters, fp32, AdamW with its state, full parameters; then the same with a LoRA adapter (r 8, all linear layers).
 Both kinds of save run in turn (ABAB), wall time, on the disk of the temporary folder; the background save is waited for before the next
-one begins, which is not counted, nor is what its thread takes from steps meanwhile. Sizes are those of the files over the bytes of their tensors. What blocks in the background
-save is copying into fresh memory: how much faster that is than writing depends on the disk, so the bound only says that it is.
+one begins, which is not counted, nor is what its thread takes from steps meanwhile. Sizes are those of the files over the bytes of
+their tensors. What blocks in the background save is copying into fresh memory: how much faster that is than writing depends on the
+disk, so the bound only says that it is.
 """
 
 from __future__ import annotations
