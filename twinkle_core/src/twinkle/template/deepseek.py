@@ -79,9 +79,10 @@ class DeepseekV4Template(ThinkingTemplate):
     """DeepSeek V4: `Template` with `enable_thinking`, and a chat template, which the model's tokenizer does not bring.
 
     The prompt opens `<think>` where thinking is on, and is `</think>` where it is off; so is the head of a turn without reasoning.
-    Reasoning of earlier rounds is left out unless `reasoning='keep'`. Tool calls are `<｜DSML｜tool_calls>` blocks. The role tokens,
-    the switch and that block's name are the model's; the words that introduce tools are this project's, and may differ from those
-    that the model was trained with. A tokenizer with a chat template of its own keeps it.
+    Reasoning of earlier rounds is left out unless `reasoning='keep'`. Tool calls are `<｜DSML｜tool_calls>` blocks. The role and
+    thinking tokens are those of the model's tokenizer. The layout of tool calls and their results, and the words that introduce tools,
+    were not compared with the encoder that the model was trained with: for rows with tools, compare first. A tokenizer with a chat
+    template of its own keeps it.
 
     Args:
         model_id, options: as `Template` takes them.

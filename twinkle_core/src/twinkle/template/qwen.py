@@ -77,8 +77,8 @@ class Qwen3_5Template(ThinkingTemplate):
 
     The tokenizer's own chat template is used. The prompt opens `<think>`, so that reasoning, its closing tag and the answer are
     trained on; with `enable_thinking=False` it holds an empty block, and only answers are. Reasoning of earlier rounds is left out
-    unless `reasoning='keep'`. A tokenizer without a chat template gets one in the layout of Qwen3.5's, tool calls as
-    `<function=...>` with `<parameter=...>` included, for text only.
+    unless `reasoning='keep'`. A tokenizer without a chat template gets one that follows Qwen3.5's (tool calls as
+    `<function=...>` with `<parameter=...>`), for text only; it was not compared with the model's own, which goes before.
     """
 
     default_chat_template: ClassVar[str | None] = _CHAT_TEMPLATE
