@@ -6,7 +6,8 @@ one begins, which is not counted, nor is what its thread takes from steps meanwh
 tensors.
 
 What blocks in the background save is copying into fresh memory: how much faster that is than writing depends on the disk, so the bound
-only says that it is. In a process that freed as much before, the copy goes into memory it has and takes about a third of the time; hence a fresh one.
+only says that it is. In a process that freed as much before, the copy goes into memory it has and takes about a third of the time; hence
+a fresh one.
 """
 
 from __future__ import annotations
